@@ -1,0 +1,1 @@
+"""What runs the user's code or touches a device lives here, and returns evidence."""

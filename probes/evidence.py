@@ -1,0 +1,92 @@
+"""What probes hand to the planner: frozen facts, without torch.
+
+Bytes are bytes, times are seconds, batch sizes are samples.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Precision = Literal["32-true", "bf16-mixed", "16-mixed", "bf16-true"]
+
+
+class Frozen(BaseModel):
+    """Data that leaves the process: immutable, no unknown keys, no NaN."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class Notice(Frozen):
+    """Something the user should know: a stable code for programs, a sentence for people."""
+
+    code: str
+    message: str
+
+
+class Device(Frozen):
+    """The device that was probed. ``slug`` is its name on the command line."""
+
+    name: str
+    total_bytes: int = Field(gt=0)
+    slug: str = ""
+
+
+class Trial(Frozen):
+    """One micro-batch size that was tried as a full training step.
+
+    ``num_micro_batches`` micro-batches per optimizer step, two optimizer steps. ``source`` says how: "traced"
+    at this size, "replayed" from smaller traces, or "measured" on the device.
+    """
+
+    micro_batch_size: int = Field(ge=1)
+    num_micro_batches: int = Field(ge=1)
+    fits: bool
+    source: Literal["traced", "replayed", "measured"]
+    peak_allocated_bytes: int | None = None
+    peak_reserved_bytes: int | None = None
+    required_bytes: int | None = None
+    step_seconds: float | None = None
+
+
+class Capacity(Frozen):
+    """What another GPU could hold, replayed from the same traces."""
+
+    device: Device
+    max_micro_batch_size: int = Field(ge=0)
+
+
+class Evidence(Frozen):
+    """Every trial of one probe, and what the device may give.
+
+    ``limit_bytes`` is what the allocator may take: (memory - context - other use) x (1 - headroom).
+    """
+
+    kind: Literal["simulated", "measured"]
+    device: Device
+    limit_bytes: int
+    trials: tuple[Trial, ...]
+    others: tuple[Capacity, ...] = ()
+    notices: tuple[Notice, ...] = ()
+
+
+class Recipe(Frozen):
+    """What model.py says about itself: the part of a workload that the planner reads.
+
+    ``model`` is the path as the user typed it; ``builder`` is the name in that file that gives the model: a
+    function, a class, or a module; ``names`` are the names of the contract that the file defines.
+    ``base_batch_size`` and ``base_learning_rate`` are None where nobody said them.
+    """
+
+    model: str
+    builder: str = "build_model"
+    names: tuple[str, ...]
+    optimizer: str
+    num_parameters: int
+    base_batch_size: int | None = None
+    base_learning_rate: float | None = None
+    dataset_length: int | None = None
+    batch_multiple: int = 1
+    has_batch_norm: bool = False
+    notices: tuple[Notice, ...] = ()
