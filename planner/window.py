@@ -1,0 +1,31 @@
+"""How the samples of one optimizer step are split into micro-batches.
+
+Standard library only: pasted into train.py.
+"""
+
+from __future__ import annotations
+
+
+def split_window(num_samples: int, at_most: int, multiple: int = 1) -> list[int]:
+    """Sizes of the micro-batches that sum to ``num_samples``, the larger ones first.
+
+    As few as possible of at most ``at_most`` samples, all multiples of ``multiple``, and their sizes differ
+    by at most one ``multiple``; up to a tenth more micro-batches are taken only where that makes all sizes
+    equal.
+
+    >>> split_window(64, 27), split_window(256, 230), split_window(100, 8)
+    ([22, 21, 21], [128, 128], [8, 8, 8, 8, 8, 8, 8, 8, 8, 7, 7, 7, 7])
+
+    Raises:
+        ValueError: a size below ``multiple``, or ``num_samples`` is not a multiple of it.
+    """
+    if multiple < 1 or num_samples < multiple or at_most < multiple or num_samples % multiple:
+        raise ValueError(
+            f"cannot split {num_samples} samples into multiples of {multiple}, at most {at_most} each"
+        )
+    units, largest = num_samples // multiple, at_most // multiple
+    fewest = -(-units // largest)
+    equal = (count for count in range(fewest, fewest * 11 // 10 + 1) if units % count == 0)
+    count = next(equal, fewest)
+    size, num_larger = divmod(units, count)
+    return [(size + 1) * multiple] * num_larger + [size * multiple] * (count - num_larger)
