@@ -1,0 +1,75 @@
+"""The largest size that fits, in few trials: doubling, then bisection, over any "does it fit". Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+
+def largest(
+    fits: Callable[[int], bool], *, at_most: int | None = None, hint: int | None = None, multiple: int = 1
+) -> int:
+    """The largest multiple of ``multiple``, up to ``at_most``, that fits; 0 where not even ``multiple`` does.
+
+    ``fits`` is taken to be monotone: what fits still fits when made smaller. A size is returned only after it
+    was tried and fitted, and no size is tried twice. Where ``at_most`` is None, some size must fail, or this
+    never ends.
+
+    Trials, for an answer of L multiples: at most 2 log2(max(1, L)) + 3, starting at one ``multiple``. With a
+    ``hint``, the expected answer, which is tried first: at most two where it is right, one where it is
+    ``at_most`` and fits, and 2 log2(d) + 3 where it is d multiples off.
+
+    ``at_most`` and ``hint`` are rounded down to multiples. A ``hint`` above ``at_most`` counts as
+    ``at_most``, one below ``multiple`` as none.
+
+    Raises:
+        ValueError: ``at_most``, ``hint`` or ``multiple`` is below 1.
+    """
+    for name, value in (("at_most", at_most), ("hint", hint), ("multiple", multiple)):
+        if value is not None and value < 1:
+            raise ValueError(f"{name} is {value}; it must be at least 1")
+    ceiling = None if at_most is None else at_most // multiple
+
+    def fits_multiples(count: int) -> bool:
+        return fits(count * multiple)
+
+    start = 0 if hint is None else hint // multiple
+    if ceiling is not None:
+        start = min(start, ceiling)
+    if start == 0 or fits_multiples(start):
+        fitting, failing = _gallop_up(fits_multiples, start, ceiling)
+    else:
+        fitting, failing = _gallop_down(fits_multiples, start)
+    return _bisect(fits_multiples, fitting, failing) * multiple
+
+
+def _gallop_up(fits: Callable[[int], bool], start: int, ceiling: int | None) -> tuple[int, int]:
+    """(fits, does not) around the limit, from ``start``, which fits, up to ``ceiling``."""
+    fitting, step = start, 1
+    while ceiling is None or fitting < ceiling:
+        candidate = start + step if ceiling is None else min(start + step, ceiling)
+        if not fits(candidate):
+            return fitting, candidate
+        fitting, step = candidate, 2 * step
+    return fitting, fitting + 1
+
+
+def _gallop_down(fits: Callable[[int], bool], start: int) -> tuple[int, int]:
+    """(fits, does not) around the limit, from ``start``, which does not fit, down to 0, which does."""
+    failing, step = start, 1
+    while start - step > 0:
+        candidate = start - step
+        if fits(candidate):
+            return candidate, failing
+        failing, step = candidate, 2 * step
+    return 0, failing
+
+
+def _bisect(fits: Callable[[int], bool], fitting: int, failing: int) -> int:
+    """The largest count that fits between one that does and one that does not."""
+    while failing - fitting > 1:
+        middle = (fitting + failing) // 2
+        if fits(middle):
+            fitting = middle
+        else:
+            failing = middle
+    return fitting
