@@ -1,0 +1,185 @@
+"""Evidence from a GPU that is not here: a few traces, replayed at every size that the search asks for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+
+from gradplan.probes.evidence import Capacity, Device, Evidence, Notice, Precision, Recipe, Trial
+from gradplan.probes.search import largest
+from gradplan.probes.simulator import allocator
+from gradplan.probes.simulator.catalogue import Gpu
+from gradplan.probes.simulator.curve import Curve
+from gradplan.probes.simulator.trace import Trace
+from gradplan.probes.simulator.tracer import Tracer
+from gradplan.probes.simulator.training import Setup
+from gradplan.probes.workload import Workload
+
+MOST_SAMPLES = 2**20  # where nothing else bounds a micro-batch
+CURVE_TOLERANCE = 1.001
+
+
+class Simulation:
+    """One workload on one simulated GPU.
+
+    ``memory_bytes`` is used instead of the GPU's own total, the CUDA context being part of it;
+    ``headroom_percent`` of what remains is left free. ``progress`` is told what is being done.
+    """
+
+    def __init__(
+        self,
+        workload: Workload,
+        gpu: Gpu,
+        precision: Precision = "32-true",
+        memory_bytes: int | None = None,
+        headroom_percent: float = 5.0,
+        progress: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self.gpu = gpu
+        self.total_bytes = memory_bytes or gpu.total_bytes
+        self.headroom_percent = headroom_percent
+        self.limit_bytes = limit_of(gpu, self.total_bytes, headroom_percent)
+        self._workload = workload
+        self._unit = workload.batch_multiple
+        self._tracer = Tracer(Setup(workload, precision, gpu.compute_capability or (8, 0)), progress)
+        self._notices: list[Notice] = []
+        self._trials: dict[tuple[int, int], Trial] = {}
+
+    def recipe(self) -> Recipe:
+        """What the planner reads of model.py.
+
+        Raises:
+            UserCodeError: a builder failed or returned the wrong kind of thing.
+        """
+        return self._tracer.recipe()
+
+    def gather(self, per_rank: int | None, at_most: int | None, others: tuple[Gpu, ...] = ()) -> Evidence:
+        """The trials that find the largest micro-batch, the last of them traced at that size.
+
+        ``per_rank`` is the whole batch of one optimizer step on one rank, tried first where ``at_most`` allows it;
+        None where the window is one micro-batch, as large as fits. ``others`` are told what they could hold.
+
+        Raises:
+            UserCodeError: the user's step failed; the message names their line.
+        """
+        num_micro_batches = 1 if per_rank is None else 2
+        small = self._tracer.trace(2 * self._unit, num_micro_batches)
+        self._tracer.check_values(2 * self._unit, small)
+        ceiling = at_most or MOST_SAMPLES
+        whole = self._try_whole(per_rank) if per_rank is not None and per_rank == at_most else None
+        fits_whole = whole is not None and whole.fits
+        curve = None if fits_whole and not others else self._curve(small, num_micro_batches)
+        if not fits_whole:
+            below = max(self._unit, ceiling - self._unit) if whole else ceiling
+            self._search(curve, num_micro_batches, below)
+        return Evidence(
+            kind="simulated",
+            device=Device(name=self.gpu.name, total_bytes=self.total_bytes, slug=self.gpu.slug),
+            limit_bytes=self.limit_bytes,
+            trials=tuple(self._trials.values()),
+            others=tuple(self._capacity(gpu, curve, whole, ceiling) for gpu in others) if curve else (),
+            notices=(*self._tracer.notices, *self._notices),
+        )
+
+    def _try_whole(self, per_rank: int) -> Trial | None:
+        """A trial of the whole batch at once; None where it cannot be traced, or the batch alone is too much."""
+        per_sample = _tensor_bytes(self._workload.make_batch(2 * self._unit)) // (2 * self._unit)
+        if self._tracer.is_real or per_sample * per_rank > self.limit_bytes:
+            return None
+        return self._try(per_rank, 1)
+
+    def _curve(self, small: Trace, num_micro_batches: int) -> Curve | None:
+        sizes = (2 * self._unit, 3 * self._unit)
+        curve = Curve.fit(small, self._tracer.trace(sizes[1], num_micro_batches), sizes)
+        return self._straight_line(num_micro_batches) if curve is None and self._tracer.is_real else curve
+
+    def _search(self, curve: Curve | None, num_micro_batches: int, at_most: int) -> None:
+        if curve is None:
+            self._note("events-differ", "the step's operations change with the batch: every size was traced")
+            self._search_traced(num_micro_batches, at_most, None)
+            return
+
+        def replayed(size: int) -> bool:
+            return self._record(size, num_micro_batches, curve.at(size), is_traced=False).fits
+
+        hint = curve.hint(self.limit_bytes, at_most)
+        best = largest(replayed, at_most=at_most, hint=hint, multiple=self._unit)
+        if best and not self._tracer.is_real:
+            self._confirm(best, curve.at(best), num_micro_batches, at_most)
+
+    def _confirm(self, best: int, predicted: Trace, num_micro_batches: int, at_most: int) -> None:
+        """Trace the answer itself; where it is not what the curve says, trust traces alone."""
+        del self._trials[best, num_micro_batches]
+        actual = self._tracer.trace(best, num_micro_batches)
+        confirmed = self._record(best, num_micro_batches, actual, is_traced=True)
+        if confirmed.fits and actual.peak_live_bytes <= predicted.peak_live_bytes * CURVE_TOLERANCE:
+            return
+        self._note("curve-missed", "memory does not grow evenly with the batch: sizes were traced one by one")
+        self._trials = {key: trial for key, trial in self._trials.items() if trial.source == "traced"}
+        self._search_traced(num_micro_batches, at_most, best)
+
+    def _search_traced(self, num_micro_batches: int, at_most: int, hint: int | None) -> None:
+        def fits(size: int) -> bool:
+            return self._try(size, num_micro_batches).fits
+
+        largest(fits, at_most=at_most, hint=hint, multiple=self._unit)
+
+    def _straight_line(self, num_micro_batches: int) -> Curve:
+        """For real steps whose operations depend on values: a line through two requirements."""
+        small, large = 4 * self._unit, 8 * self._unit
+        low, high = (self._required(self._tracer.trace(size, num_micro_batches)) for size in (small, large))
+        self._note(
+            "straight-line",
+            f"the step's operations depend on values: memory beyond {large} samples is a straight line through "
+            f"{small} and {large}, so leave more headroom",
+        )
+        slope = max(0.0, (high - low) / (large - small))
+        return Curve((0, ~0), (low - slope * small,), (slope,))
+
+    def _try(self, size: int, num_micro_batches: int) -> Trial:
+        known = self._trials.get((size, num_micro_batches))
+        if known is not None:
+            return known
+        return self._record(size, num_micro_batches, self._tracer.trace(size, num_micro_batches), is_traced=True)
+
+    def _record(self, size: int, num_micro_batches: int, trace: Trace, is_traced: bool) -> Trial:
+        peaks = allocator.replay(trace.events, trace.sizes)
+        trial = Trial(
+            micro_batch_size=size,
+            num_micro_batches=num_micro_batches,
+            fits=allocator.fits(trace.events, trace.sizes, self.limit_bytes),
+            source="traced" if is_traced else "replayed",
+            peak_allocated_bytes=peaks.allocated_bytes,
+            peak_reserved_bytes=peaks.reserved_bytes,
+            required_bytes=self._required(trace) if is_traced else None,
+        )
+        self._trials[size, num_micro_batches] = trial
+        return trial
+
+    def _required(self, trace: Trace) -> int:
+        return allocator.required_bytes(trace.events, trace.sizes)
+
+    def _note(self, code: str, message: str) -> None:
+        self._notices.append(Notice(code=code, message=message))
+
+    def _capacity(self, gpu: Gpu, curve: Curve, whole: Trial | None, at_most: int) -> Capacity:
+        limit = limit_of(gpu, gpu.total_bytes, self.headroom_percent)
+        if whole is not None and whole.required_bytes is not None and whole.required_bytes <= limit:
+            size = at_most
+        else:
+            hint = curve.hint(limit, at_most)
+            size = largest(lambda n: curve.fits(n, limit), at_most=at_most, hint=hint, multiple=self._unit)
+        device = Device(name=gpu.name, total_bytes=gpu.total_bytes, slug=gpu.slug)
+        return Capacity(device=device, max_micro_batch_size=size)
+
+
+def limit_of(gpu: Gpu, total_bytes: int, headroom_percent: float) -> int:
+    """What the allocator may take: (memory - context) x (1 - headroom)."""
+    return math.floor(max(0, total_bytes - gpu.context_bytes) * (1 - headroom_percent / 100))
+
+
+def _tensor_bytes(batch: object) -> int:
+    leaves = torch.utils._pytree.tree_leaves(batch)
+    return sum(leaf.numel() * leaf.element_size() for leaf in leaves if isinstance(leaf, torch.Tensor))

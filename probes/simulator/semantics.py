@@ -1,0 +1,142 @@
+"""What CUDA does where the CPU differs, put in place of the CPU's behaviour while a step is traced.
+
+Each row of this file is one such difference; how much memory it is worth stands beside its source.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.library import Library
+
+from gradplan.probes.simulator import attention, autocast, recurrent
+
+aten = torch.ops.aten
+
+# pytorch/pytorch#95668: 8519680 bytes stay allocated after one Linear. cuBLAS' own advice is 32 MiB on Hopper
+# (docs.nvidia.com/cuda/cublas, cublasSetWorkspace).
+CUBLAS_WORKSPACE_BYTES = 8_519_680
+CUBLAS_WORKSPACE_HOPPER_BYTES = 32 * 2**20
+
+_MATRIX_PRODUCTS = frozenset(
+    {
+        aten.mm.default,
+        aten.addmm.default,
+        aten.bmm.default,
+        aten.baddbmm.default,
+        aten.addmv.default,
+        aten.mv.default,
+    }
+)
+
+
+class CublasWorkspace:
+    """Scratch memory of a matrix product, kept for good: one for each thread's handle.
+
+    The forward pass and autograd's device thread have a handle each: Liger-Kernel's published peaks of a bf16
+    Linear and its loss (A100, benchmark/data/all_benchmark_data.csv) leave exactly 2 x 8,519,680 bytes.
+    """
+
+    def __init__(self, capability: tuple[int, int]) -> None:
+        is_hopper = capability[0] == 9
+        self.num_bytes = CUBLAS_WORKSPACE_HOPPER_BYTES if is_hopper else CUBLAS_WORKSPACE_BYTES
+        self._threads: set[bool] = set()
+
+    def __call__(self, operator: Any) -> int | None:
+        """Bytes to allocate and keep before ``operator``, the first time a thread multiplies matrices."""
+        if operator not in _MATRIX_PRODUCTS:
+            return None
+        in_backward = torch._C._current_graph_task_id() != -1
+        if in_backward in self._threads:
+            return None
+        self._threads.add(in_backward)
+        return self.num_bytes
+
+
+def dropout(tensor: Tensor, p: float, train: bool) -> Any:
+    """CUDA's fused dropout keeps a mask of one byte an element; the CPU's keeps one of the tensor's type."""
+    if not train or p == 0 or tensor.numel() == 0:
+        return tensor
+    if p == 1:
+        return tensor * torch.zeros((), dtype=tensor.dtype)
+    return aten.native_dropout(tensor, p, train)[0]
+
+
+@contextmanager
+def cuda_semantics(capability: tuple[int, int], are_fake: bool = True) -> Iterator[None]:
+    """CPU tensors behave as CUDA's would inside: kernels, autocast, optimizers' defaults.
+
+    ``torch.compile`` runs eagerly inside. Recurrent layers are replaced on fake tensors only: their kernel here
+    allocates and computes nothing.
+    """
+    with ExitStack() as stack:
+        library = Library("aten", "IMPL")
+        stack.callback(library._destroy)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Warning only once for all operators")
+            library.impl("dropout", dropout, "AutogradCPU")
+            library.impl("scaled_dot_product_attention", attention.attention_for(capability), "AutogradCPU")
+            autocast.install(library)
+            if are_fake:
+                recurrent.install(library)
+        stack.enter_context(_foreach_by_default())
+        stack.enter_context(_autocast_on_this_device())
+        stack.enter_context(_eager())
+        yield
+
+
+@contextmanager
+def _foreach_by_default() -> Iterator[None]:
+    """torch's optimizers take the foreach implementation on CUDA: a parameter-sized temporary inside step()."""
+    from torch.optim import optimizer
+    from torch.utils import _foreach_utils
+
+    def devices() -> list[str]:
+        return ["cuda", "cpu"]
+
+    with (
+        mock.patch.object(optimizer, "_get_foreach_kernels_supported_devices", devices),
+        mock.patch.object(optimizer, "_foreach_supported_types", [*optimizer._foreach_supported_types, FakeTensor]),
+        mock.patch.object(_foreach_utils, "_foreach_supported_types", [torch.Tensor, FakeTensor]),
+    ):
+        yield
+
+
+@contextmanager
+def _eager() -> Iterator[None]:
+    """``torch.compile`` returns the function itself; what was compiled before runs eagerly.
+
+    Dynamo, whose import takes as long as torch's, is asked only where the user's file has loaded it already.
+    """
+
+    def as_it_is(model: Any = None, **_: Any) -> Any:
+        return (lambda function: function) if model is None else model
+
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(torch, "compile", as_it_is))
+        stack.enter_context(mock.patch.object(nn.Module, "compile", return_value=None))
+        if "torch._dynamo" in sys.modules:
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        yield
+
+
+@contextmanager
+def _autocast_on_this_device() -> Iterator[None]:
+    """``torch.autocast("cuda")`` in the user's forward means the traced device."""
+    original = torch.amp.autocast_mode.autocast.__init__
+
+    def init(self: Any, device_type: str, dtype: torch.dtype | None = None, *args: Any, **kwargs: Any) -> None:
+        if device_type == "cuda":
+            device_type, dtype = "cpu", dtype or torch.float16
+        original(self, device_type, dtype, *args, **kwargs)
+
+    with mock.patch.object(torch.amp.autocast_mode.autocast, "__init__", init):
+        yield

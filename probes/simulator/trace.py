@@ -1,0 +1,170 @@
+"""Births and deaths of storages while a step runs, on fake tensors or on real ones.
+
+A trace is what the caching allocator would have been asked to do: ``events`` holds i for the birth of storage i
+and ~i for its death, ``sizes`` the bytes of each storage.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What one run asked of the allocator, in order."""
+
+    events: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def peak_live_bytes(self) -> int:
+        """The largest sum of storages alive at once, before any rounding by an allocator."""
+        live = peak = 0
+        for event in self.events:
+            live += self.sizes[event] if event >= 0 else -self.sizes[~event]
+            peak = max(peak, live)
+        return peak
+
+
+class _StorageRef(weakref.ref):  # type: ignore[type-arg]
+    """A weak reference that knows which storage of the trace it watches."""
+
+    __slots__ = ("index", "key")
+    index: int
+    key: int
+
+
+Workspace = Callable[[Any], "int | None"]
+Kernel = Callable[..., Any]
+
+
+class Recorder(TorchDispatchMode):
+    """Watches every operator below autograd and notes each storage's birth and death.
+
+    ``workspace(operator)`` gives the bytes of scratch memory that the device allocates before it and keeps, or
+    None. ``kernels`` replaces operators that have no kernel for the tensors at hand.
+    """
+
+    def __init__(self, workspace: Workspace | None = None, kernels: Mapping[Any, Kernel] | None = None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.events: list[int] = []
+        self.sizes: list[int] = []
+        self._alive: dict[int, _StorageRef] = {}
+        self._workspace = workspace
+        self._is_paused = False
+        self.kernels = dict(kernels or {})
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if self._is_paused:
+            return func(*args, **(kwargs or {}))
+        for value in args:
+            self._see(value)
+        if self._workspace is not None and (num_bytes := self._workspace(func)) is not None:
+            self._born(num_bytes)
+        out = self.kernels.get(func, func)(*args, **(kwargs or {}))
+        self._see(out)
+        return out
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Nothing is noted inside: for work on the host, whose memory is not the device's."""
+        self._is_paused = True
+        try:
+            yield
+        finally:
+            self._is_paused = False
+
+    def adopt(self, tensor: Tensor) -> None:
+        """Note a tensor that existed before: a parameter, a batch that has just been moved to the device."""
+        self._see(tensor)
+
+    def adopt_module(self, module: nn.Module) -> None:
+        """Parameters and buffers in the order in which ``module.to(device)`` moves them."""
+        for child in module.children():
+            self.adopt_module(child)
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            if tensor is not None:
+                self._see(tensor)
+
+    def trace(self) -> Trace:
+        """The trace so far."""
+        return Trace(tuple(_in_order(self.events)), tuple(self.sizes))
+
+    def _see(self, value: Any) -> None:
+        if isinstance(value, Tensor):
+            for part in _dense_parts(value):
+                self._see_storage(part.untyped_storage())
+        elif isinstance(value, (list, tuple)):
+            for item in value:
+                self._see(item)
+
+    def _see_storage(self, storage: torch.UntypedStorage) -> None:
+        key, num_bytes = storage._cdata, storage.nbytes()
+        known = self._alive.get(key)
+        if known is not None:
+            if self.sizes[known.index] == num_bytes:
+                return
+            self._died(known)  # resized in place: the old memory is given back
+        ref = _StorageRef(storage, self._died)
+        ref.index, ref.key = self._born(num_bytes), key
+        self._alive[key] = ref
+
+    def _died(self, ref: _StorageRef) -> None:
+        if self._alive.get(ref.key) is ref:
+            del self._alive[ref.key]
+            self.events.append(~ref.index)
+
+    def _born(self, num_bytes: int) -> int:
+        index = len(self.sizes)
+        self.sizes.append(num_bytes)
+        self.events.append(index)
+        return index
+
+
+def _in_order(events: list[int]) -> Iterator[int]:
+    """Deaths between two births sorted: a cache that is cleared at once frees by address, which varies."""
+    deaths: list[int] = []
+    for event in events:
+        if event < 0:
+            deaths.append(event)
+        else:
+            yield from sorted(deaths)
+            deaths.clear()
+            yield event
+    yield from sorted(deaths)
+
+
+def _dense_parts(tensor: Tensor) -> tuple[Tensor, ...]:
+    if tensor.layout == torch.strided:
+        return (tensor,)
+    if tensor.layout == torch.sparse_coo:
+        return (tensor._indices(), tensor._values())
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return (tensor.crow_indices(), tensor.col_indices(), tensor.values())
+    return ()
+
+
+@contextmanager
+def steady_garbage() -> Iterator[Callable[[], None]]:
+    """No collection by chance inside; gives a function that collects now, so that equal runs die equally."""
+    was_enabled = gc.isenabled()
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield lambda: (gc.collect(), None)[1]
+    finally:
+        gc.unfreeze()
+        if was_enabled:
+            gc.enable()

@@ -1,0 +1,168 @@
+"""Trace the user's training: two optimizer steps of the very functions that train.py runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Mapping
+from contextlib import nullcontext
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+
+from gradplan.probes import step
+from gradplan.probes.simulator import attention, autocast
+from gradplan.probes.simulator.building import as_fake, fake_models
+from gradplan.probes.simulator.semantics import CublasWorkspace, cuda_semantics
+from gradplan.probes.simulator.trace import Recorder, Trace, steady_garbage
+from gradplan.probes.workload import SEED, Workload
+
+NUM_STEPS = 2  # optimizer state appears in the first, the second shows the steady state
+aten = torch.ops.aten
+
+
+class Tensors(Enum):
+    """What the step runs on; each next kind takes more models and more memory."""
+
+    FAKE = "fake"  # the model is built without memory
+    CONVERTED = "converted"  # built for real, since its construction reads values; then as fake
+    REAL = "real"  # the step itself reads values
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """What a trace depends on besides the micro-batch. ``capability`` is CUDA's, for the kernels it chooses."""
+
+    workload: Workload
+    precision: str
+    capability: tuple[int, int]
+    max_grad_norm: float | None = None
+
+
+def trace_training(setup: Setup, tensors: Tensors, micro_batch_size: int, num_micro_batches: int) -> Trace:
+    """Births and deaths over two optimizer steps of ``num_micro_batches`` micro-batches each.
+
+    Raises:
+        UserCodeError: the user's functions failed.
+        Exception: whatever the step raised, among it what fake tensors cannot do.
+    """
+    workload = setup.workload
+    host_batch = workload.make_batch(micro_batch_size)
+    is_real = tensors is Tensors.REAL
+    recorder = Recorder(
+        CublasWorkspace(setup.capability), {**autocast.KERNELS, **(attention.REAL_KERNELS if is_real else {})}
+    )
+    with cuda_semantics(setup.capability, not is_real), steady_garbage() as collect:
+        torch.manual_seed(SEED)
+        random.seed(SEED)
+        model = workload.build_model() if tensors is not Tensors.FAKE else None
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        with nullcontext() if is_real else fake_models(mode):
+            if model is None:
+                model = workload.build_model()
+            elif not is_real:
+                model = as_fake(model, mode)
+            if setup.precision == "bf16-true":
+                model = model.to(torch.bfloat16)
+            with recorder:
+                recorder.adopt_module(model)
+                _run(
+                    setup, model, recorder, HostBatch(host_batch, setup.precision, recorder), num_micro_batches, collect
+                )
+    return recorder.trace()
+
+
+def _run(
+    setup: Setup, model: nn.Module, recorder: Recorder, batch: HostBatch, num_micro_batches: int, collect: Any
+) -> None:
+    optimizer = setup.workload.build_optimizer(model)
+    scaler = SteadyScaler("cpu")
+    with optimizer_scalars(recorder, optimizer):
+        for _ in range(NUM_STEPS):
+            window = ((batch, 1 / num_micro_batches) for _ in range(num_micro_batches))
+            arguments = (model, optimizer, window, setup.workload.compute_loss, torch.device("cpu"))
+            if setup.precision == "16-mixed":
+                step.train_window_scaled(*arguments, scaler, setup.max_grad_norm)
+            else:
+                step.train_window(*arguments, setup.precision, setup.max_grad_norm)
+            collect()
+
+
+class HostBatch:
+    """A batch in host memory: each move to the device is a new allocation there, as in training."""
+
+    def __init__(self, batch: Any, precision: str, recorder: Recorder) -> None:
+        self._batch = batch
+        self._dtype = torch.bfloat16 if precision == "bf16-true" else None
+        self._recorder = recorder
+
+    def to(self, device: torch.device) -> Any:
+        """The batch as new tensors on the traced device."""
+        return self._moved(self._batch)
+
+    def _moved(self, batch: Any) -> Any:
+        if isinstance(batch, Tensor):
+            return self._new(batch)
+        if isinstance(batch, Mapping):
+            moved = {key: self._moved(value) for key, value in batch.items()}
+            return moved if type(batch) is dict else type(batch)(moved)  # type: ignore[call-arg]
+        if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+            return type(batch)(*map(self._moved, batch))
+        if isinstance(batch, (list, tuple)):
+            return type(batch)(map(self._moved, batch))
+        if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+            fields = {f.name: self._moved(getattr(batch, f.name)) for f in dataclasses.fields(batch) if f.init}
+            return dataclasses.replace(batch, **fields)
+        return batch
+
+    def _new(self, tensor: Tensor) -> Tensor:
+        wanted = self._dtype if self._dtype is not None and tensor.is_floating_point() else tensor.dtype
+        with self._recorder.paused():
+            moved = tensor.detach().to(wanted, copy=True).requires_grad_(tensor.requires_grad)
+        self._recorder.adopt(moved)
+        return moved
+
+
+class SteadyScaler(torch.amp.GradScaler):
+    """A scaler that never sees an overflow: fake gradients have no values to check."""
+
+    def _maybe_opt_step(self, optimizer: Any, optimizer_state: Any, *args: Any, **kwargs: Any) -> Any:
+        return optimizer.step(*args, **kwargs)
+
+    def get_scale(self) -> float:
+        """The initial scale."""
+        return float(self._init_scale)
+
+    def update(self, new_scale: Any = None) -> None:
+        """Ready for the next window."""
+        self._per_optimizer_states.clear()
+
+
+class optimizer_scalars:  # noqa: N801 - reads as a statement
+    """Inside ``optimizer.step()`` a scalar that a fake tensor cannot tell reads as 1: step counts and norms."""
+
+    def __init__(self, recorder: Recorder, optimizer: torch.optim.Optimizer) -> None:
+        self._is_stepping = False
+        recorder.kernels[aten._local_scalar_dense.default] = self._scalar
+        self._handles = (
+            optimizer.register_step_pre_hook(lambda *_: setattr(self, "_is_stepping", True)),
+            optimizer.register_step_post_hook(lambda *_: setattr(self, "_is_stepping", False)),
+        )
+
+    def _scalar(self, tensor: Tensor) -> Any:
+        try:
+            return aten._local_scalar_dense.default(tensor)
+        except DataDependentOutputException:
+            if self._is_stepping:
+                return 1.0 if tensor.is_floating_point() else 1
+            raise
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
+            handle.remove()
