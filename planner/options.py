@@ -1,0 +1,107 @@
+"""What the options of the command line may be, and how a wrong one is refused. Pure."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+from gradplan.probes.errors import UsageError
+from gradplan.units import parse_size
+
+PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "bf16-true")  # as in probes/evidence.py, which is heavy
+
+Option = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+def checked(check: Callable[[str], Any]) -> Callable[[click.Context, click.Parameter, str | None], Any]:
+    """What ``check`` makes of the text; its UsageError becomes click's, which names the option."""
+
+    def convert(_: click.Context, __: click.Parameter, text: str | None) -> Any:
+        try:
+            return None if text is None else check(text)
+        except UsageError as error:
+            raise click.BadParameter(str(error)) from None  # click adds the option
+
+    return convert
+
+
+def as_count(text: str) -> int:
+    if not re.fullmatch("[0-9]{1,9}", text) or int(text) < 1:
+        raise UsageError(f"{text!r} is not a count; write a whole number above 0")
+    return int(text)
+
+
+def as_number(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise UsageError(f"{text!r} is not a number")
+    return number
+
+
+def as_percent(text: str) -> float:
+    if not 0 <= (percent := as_number(text)) < 100:
+        raise UsageError(f"{text!r} is not a headroom; write a percentage, from 0 to below 100")
+    return percent
+
+
+def as_rate(text: str) -> float:
+    if (rate := as_number(text)) <= 0:
+        raise UsageError(f"{text!r} is not a learning rate; write a number above 0")
+    return rate
+
+
+def _count(name: str, help: str, default: str | None = None) -> Option:
+    return click.option(name, metavar="N", callback=checked(as_count), default=default, help=help)
+
+
+def _flag(*names: str, help: str) -> Option:
+    return click.option(*names, is_flag=True, help=help)
+
+
+device = click.option("--device", metavar="D", help="GPU to simulate, as in 'gradplan gpus'; else rtx-4090")
+memory = click.option(
+    *("--memory", "memory_bytes"),
+    metavar="SIZE",
+    callback=checked(parse_size),
+    help="its memory, instead of what it has: 24GiB, 8GB, 512MiB",
+)
+headroom = click.option(
+    *("--headroom", "headroom_percent"),
+    metavar="PERCENT",
+    callback=checked(as_percent),
+    default="5",
+    help="memory to leave free",
+)
+precision = click.option(
+    "--precision",
+    metavar="P",
+    type=click.Choice(PRECISIONS),
+    default=PRECISIONS[0],
+    help=", ".join(PRECISIONS),
+)
+effective_batch = _count(
+    "--effective-batch", "samples that one optimizer step sees, over all ranks; else BATCH_SIZE of MODEL"
+)
+base_batch = _count("--base-batch", "batch that the learning rate was tuned for")
+base_lr = click.option(
+    "--base-lr", metavar="X", callback=checked(as_rate), help="learning rate that was tuned for that batch"
+)
+world_size = _count("--world-size", "data-parallel ranks", default="1")
+max_micro_batch = _count("--max-micro-batch", "look no further than this")
+plan_path = click.option(
+    "--plan", "plan_path", metavar="PATH", default="gradplan.json", help="where to write the plan"
+)
+script_path = click.option(
+    "--script", "script_path", metavar="PATH", default="train.py", help="where to write the script"
+)
+force = _flag("--force", help="overwrite a file that is not gradplan's, or was edited")
+as_json = _flag("--json", "as_json", help="JSON on standard output, and nothing else there")
+quiet = _flag("-q", "--quiet", help="less on standard error")
+verbose = _flag("-v", "--verbose", help="more on standard error")

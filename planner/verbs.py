@@ -1,0 +1,92 @@
+"""The verbs as functions: model.py -> Workload -> Evidence -> Plan. The command line is their thin face."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.metadata import version
+
+from gradplan.plan import Goal, Plan, find_target, make_plan
+from gradplan.probes.errors import UsageError
+from gradplan.probes.evidence import Notice, Precision
+from gradplan.probes.simulator.catalogue import COMMON, find, gpus
+
+__all__ = ["gpus", "probe"]
+
+DEFAULT_GPU = "rtx-4090"
+MEASURED = ("cuda", "xpu", "mps", "cpu", "hip", "rocm")
+
+
+def probe(
+    model: str,
+    *,
+    device: str | None = None,
+    memory_bytes: int | None = None,
+    headroom_percent: float = 5.0,
+    precision: Precision = "32-true",
+    effective_batch: int | None = None,
+    base_batch: int | None = None,
+    base_lr: float | None = None,
+    world_size: int = 1,
+    max_micro_batch: int | None = None,
+    progress: Callable[[str], None] = lambda _: None,
+) -> Plan:
+    """Find the largest micro-batch of ``model`` (a path, or path:builder) and plan training with it.
+
+    Args:
+        device: a GPU's name as in ``gpus()``; None simulates an ``rtx-4090`` and says what other GPUs could hold.
+        memory_bytes: memory of the device instead of its own, the CUDA context being part of it.
+        headroom_percent: memory to leave free, 0 to below 100.
+        effective_batch: samples of one optimizer step over all ranks; None means the recipe's.
+        base_batch, base_lr: the recipe that is known to work, over what the file says.
+        world_size: data-parallel ranks.
+        max_micro_batch: look no further than this.
+        progress: told in a few words what is being done.
+
+    Raises:
+        UserCodeError: the file or its code failed; the message names the user's line.
+        UsageError: no such file or device, a count that cannot be.
+        DoesNotFitError: not even the smallest micro-batch fits.
+    """
+    gpu = find(simulated_name(device))
+    if not 0 <= headroom_percent < 100:
+        raise UsageError(f"headroom is a share of the memory, from 0 to below 100 percent, not {headroom_percent}")
+    progress("importing torch and the model")
+    import torch
+
+    from gradplan.probes.simulate import Simulation
+    from gradplan.probes.workload import load_workload
+
+    goal = Goal(effective_batch, world_size, precision, max_micro_batch)
+    workload = load_workload(model, base_batch, base_lr)
+    if device is None:
+        workload.notices.append(Notice(code="simulated-device", message=_why_simulated(torch, gpu.name)))
+    simulation = Simulation(workload, gpu, precision, memory_bytes, headroom_percent, progress)
+    recipe = simulation.recipe()
+    target = find_target(recipe, goal)
+    others = tuple(find(name) for name in COMMON) if device is None else ()
+    evidence = simulation.gather(target.per_rank, target.at_most, others)
+    return make_plan(recipe, evidence, goal, gradplan_version=version("gradplan"), torch_version=torch.__version__)
+
+
+def simulated_name(device: str | None) -> str:
+    """The catalogue name to simulate.
+
+    Raises:
+        UsageError: the device would have to be measured, which this version cannot.
+    """
+    if device is None:
+        return DEFAULT_GPU
+    if device.split(":")[0].lower() in MEASURED:
+        raise UsageError(
+            f"this version of gradplan simulates GPUs and cannot measure '{device}' yet; name the GPU instead, "
+            f"for example --device {DEFAULT_GPU}: 'gradplan gpus' lists them"
+        )
+    return device
+
+
+def _why_simulated(torch: object, name: str) -> str:
+    has_accelerator = torch.accelerator.is_available()  # type: ignore[attr-defined]
+    found = (
+        "this version does not measure the accelerator of this machine" if has_accelerator else "no accelerator here"
+    )
+    return f"{found}: simulated an {name}. --device NAME simulates another; 'gradplan gpus' lists them"
