@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable
 
 import torch
 
+from gradplan.probes.errors import UserCodeError
 from gradplan.probes.evidence import Capacity, Device, Evidence, Notice, Precision, Recipe, Trial
 from gradplan.probes.search import largest
 from gradplan.probes.simulator import allocator
@@ -106,15 +108,20 @@ class Simulation:
 
         hint = curve.hint(self.limit_bytes, at_most)
         best = largest(replayed, at_most=at_most, hint=hint, multiple=self._unit)
-        if best and not self._tracer.is_real:
-            self._confirm(best, curve.at(best), num_micro_batches, at_most)
+        if self._tracer.is_real:
+            return
+        if best:
+            self._confirm(best, curve, num_micro_batches, at_most)
+        else:  # some models refuse the smallest size: BatchNorm has no variance over one sample
+            with contextlib.suppress(UserCodeError):
+                self._confirm(self._unit, curve, num_micro_batches, at_most)
 
-    def _confirm(self, best: int, predicted: Trace, num_micro_batches: int, at_most: int) -> None:
-        """Trace the answer itself; where it is not what the curve says, trust traces alone."""
-        del self._trials[best, num_micro_batches]
-        actual = self._tracer.trace(best, num_micro_batches)
+    def _confirm(self, best: int, curve: Curve, num_micro_batches: int, at_most: int) -> None:
+        """Trace the answer itself, or the smallest size; where the curve was wrong, trust traces alone."""
+        actual, predicted = self._tracer.trace(best, num_micro_batches), curve.at(best)
+        replayed = self._trials.pop((best, num_micro_batches))
         confirmed = self._record(best, num_micro_batches, actual, is_traced=True)
-        if confirmed.fits and actual.peak_live_bytes <= predicted.peak_live_bytes * CURVE_TOLERANCE:
+        if confirmed.fits == replayed.fits and actual.peak_live_bytes <= predicted.peak_live_bytes * CURVE_TOLERANCE:
             return
         self._note("curve-missed", "memory does not grow evenly with the batch: sizes were traced one by one")
         self._trials = {key: trial for key, trial in self._trials.items() if trial.source == "traced"}

@@ -120,9 +120,10 @@ def accumulate(
     dtype = torch.bfloat16 if precision == "bf16-true" else None
     window_loss = torch.zeros((), device=device)
     for batch, share in window:
-        moved = move_to(batch, device, dtype)
         autocast = autocast_for(device, precision)
-        window_loss += run_micro_batch(model, moved, compute_loss, share, autocast, backward)
+        # The batch on the device has no name here, so that it is freed before the next one is moved.
+        loss = run_micro_batch(model, move_to(batch, device, dtype), compute_loss, share, autocast, backward)
+        window_loss += loss
     return window_loss
 
 
@@ -185,7 +186,7 @@ def train_window_scaled(
     """
 
     def backward(loss: Tensor) -> None:
-        scaler.scale(loss).backward()
+        torch.autograd.backward(scaler.scale(loss))
 
     optimizer.zero_grad(set_to_none=True)
     window_loss = accumulate(model, window, compute_loss, device, "16-mixed", backward)

@@ -51,7 +51,7 @@ class CublasWorkspace:
         self._threads: set[bool] = set()
 
     def __call__(self, operator: Any) -> int | None:
-        """Bytes to allocate and keep before ``operator``, the first time a thread multiplies matrices."""
+        """Bytes to allocate and keep for ``operator``, the first time a thread multiplies matrices."""
         if operator not in _MATRIX_PRODUCTS:
             return None
         in_backward = torch._C._current_graph_task_id() != -1

@@ -50,7 +50,7 @@ Kernel = Callable[..., Any]
 class Recorder(TorchDispatchMode):
     """Watches every operator below autograd and notes each storage's birth and death.
 
-    ``workspace(operator)`` gives the bytes of scratch memory that the device allocates before it and keeps, or
+    ``workspace(operator)`` gives the bytes of scratch memory that the device allocates for it and keeps, or
     None. ``kernels`` replaces operators that have no kernel for the tensors at hand.
     """
 
@@ -70,10 +70,10 @@ class Recorder(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         for value in args:
             self._see(value)
-        if self._workspace is not None and (num_bytes := self._workspace(func)) is not None:
-            self._born(num_bytes)
         out = self.kernels.get(func, func)(*args, **(kwargs or {}))
         self._see(out)
+        if self._workspace is not None and (num_bytes := self._workspace(func)) is not None:
+            self._born(num_bytes)  # after the output, which PyTorch allocates before it asks for cuBLAS' handle
         return out
 
     @contextmanager
