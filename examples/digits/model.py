@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
 
-# The recipe that is known to work: this learning rate was found with this batch.
+# The recipe: the best of six learning rates for one epoch with this batch.
 BATCH_SIZE = 64
-LEARNING_RATE = 3e-3
+LEARNING_RATE = 1e-2
 
 
 def conv(in_channels: int, out_channels: int, stride: int = 1) -> nn.Sequential:
