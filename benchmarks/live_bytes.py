@@ -85,7 +85,11 @@ def main() -> None:
                 row = {"file": name, "batch": batch_size, "on": tensors.value, "measured": num_bytes}
                 rows.append({**row, "traced": traced.peak_live_bytes, "error_percent": round(100 * error, 3)})
                 if not args.json:
-                    print("{file:24} {batch:3} {on:9} {measured:>12} {traced:>12} {error_percent:+8.3f} %".format(**rows[-1]))
+                    print(
+                        "{file:24} {batch:3} {on:9} {measured:>12} {traced:>12} {error_percent:+8.3f} %".format(
+                            **rows[-1]
+                        )
+                    )
         except GradplanError as error:
             print(f"{name:24} {str(error).splitlines()[0]}", file=sys.stderr)
     within = sum(abs(row["error_percent"]) <= 1 for row in rows)

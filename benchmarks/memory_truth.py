@@ -141,9 +141,11 @@ def curve_of(
 
 
 HEADER = (
-    f"{'run':47} {'measured':>8} {'peak':>7} {'error':>7} " + " ".join(f"{name:>9}" for name in PREDICTORS)
+    f"{'run':47} {'measured':>8} {'peak':>7} {'error':>7} "
+    + " ".join(f"{name:>9}" for name in PREDICTORS)
     + f" {'required':>8} {'largest cap OOM':>15} {'smallest that fits':>18}  card caps\n"
-    f"{'':47} {'MiB':>8} {'MiB':>7} {'%':>7} " + " ".join(f"{'%':>9}" for _ in PREDICTORS)
+    f"{'':47} {'MiB':>8} {'MiB':>7} {'%':>7} "
+    + " ".join(f"{'%':>9}" for _ in PREDICTORS)
     + f" {'MiB':>8} {'MiB':>15} {'MiB':>18}"
 )
 
@@ -161,7 +163,8 @@ def row(run: Run, prediction: Prediction) -> str:
     card = "right" if prediction.is_oom_on_card == run.ground_is_oom else "WRONG"
     return (
         f"{name:47} {mib(run.ground_bytes):>7}{'+' if run.ground_is_oom else ' '} "
-        f"{mib(prediction.peak_reserved_bytes):>7} {errors[0]:>7} " + " ".join(f"{error:>9}" for error in errors[1:])
+        f"{mib(prediction.peak_reserved_bytes):>7} {errors[0]:>7} "
+        + " ".join(f"{error:>9}" for error in errors[1:])
         + f" {mib(prediction.required_bytes):>8} {largest:>15} {smallest:>18}  {card} {caps}"
     )
 
@@ -195,8 +198,7 @@ def error_table(pairs: Pairs) -> Iterator[str]:
                 continue
             errors = [[percent(prediction.peak_reserved_bytes, run) for run, prediction in finished]]
             errors += [
-                [percent(run.estimates[key], run) for run, _ in finished if key in run.estimates]
-                for key in PREDICTORS
+                [percent(run.estimates[key], run) for run, _ in finished if key in run.estimates] for key in PREDICTORS
             ]
             cells = "  ".join(f"{summary(values):>20}" for values in errors)
             yield f"{family + ', ' + label:24} {len(finished):>4}  {cells}"
@@ -252,7 +254,7 @@ def published(name: str, run: Run, _: Prediction) -> int | None:
 
 
 def verdict(run: Run, estimate_bytes: int) -> str:
-    """"right", "wrong" or "undetermined", for a reservation made from an estimate of this run."""
+    """ "right", "wrong" or "undetermined", for a reservation made from an estimate of this run."""
     reserved = RESERVATION * estimate_bytes
     foretold_oom = estimate_bytes > run.gpu_total_bytes
     if foretold_oom != run.ground_is_oom:

@@ -75,8 +75,7 @@ def rate_notices(recipe: Recipe, rule: Rule | None, effective: int, scale: float
         notices.append(Notice(code="no-base-batch", message=message))
     elif rule is None and base != effective:
         message = (
-            f"no learning-rate rule is known for {recipe.optimizer}, so the rate is not scaled ({batches}); "
-            f"{_COMPARE}"
+            f"no learning-rate rule is known for {recipe.optimizer}, so the rate is not scaled ({batches}); {_COMPARE}"
         )
         notices.append(Notice(code="unknown-optimizer", message=message))
     elif rule is not None and rate_confidence(recipe, rule, effective) == "low":

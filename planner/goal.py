@@ -117,9 +117,7 @@ def _achievable(
     lower = wanted // unit * unit
     if wanted % goal.world_size:
         nearest = f"{lower} or {lower + unit}" if lower else f"{unit}"
-        raise UsageError(
-            f"{goal.world_size} ranks cannot share an effective batch of {wanted} equally; take {nearest}"
-        )
+        raise UsageError(f"{goal.world_size} ranks cannot share an effective batch of {wanted} equally; take {nearest}")
     rounded = lower or unit
     if available is not None and available < rounded:
         message = (

@@ -95,9 +95,7 @@ base_lr = click.option(
 )
 world_size = _count("--world-size", "data-parallel ranks", default="1")
 max_micro_batch = _count("--max-micro-batch", "look no further than this")
-plan_path = click.option(
-    "--plan", "plan_path", metavar="PATH", default="gradplan.json", help="where to write the plan"
-)
+plan_path = click.option("--plan", "plan_path", metavar="PATH", default="gradplan.json", help="where to write the plan")
 script_path = click.option(
     "--script", "script_path", metavar="PATH", default="train.py", help="where to write the script"
 )

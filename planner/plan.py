@@ -136,9 +136,7 @@ def from_json(text: str, name: str = "the plan file") -> Plan:
         raise GradplanError(f"{name} is damaged (written by gradplan {writer}): {problem}") from None
 
 
-def make_plan(
-    recipe: Recipe, evidence: Evidence, goal: Goal, *, gradplan_version: str, torch_version: str
-) -> Plan:
+def make_plan(recipe: Recipe, evidence: Evidence, goal: Goal, *, gradplan_version: str, torch_version: str) -> Plan:
     """The settings that keep the effective batch within what the evidence says fits.
 
     Raises:

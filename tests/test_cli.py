@@ -273,9 +273,7 @@ def test_an_edited_script_is_kept(probe: Probe) -> None:
     assert Path("train.py").read_text().endswith("# mine\n")
 
 
-def test_a_file_that_somebody_puts_there_during_the_work_is_kept(
-    probe: Probe, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_somebody_puts_there_during_the_work_is_kept(probe: Probe, monkeypatch: pytest.MonkeyPatch) -> None:
     def edits(model: str, **_: Any) -> Plan:
         Path("train.py").write_text("mine")
         return a_plan(model)
@@ -506,9 +504,7 @@ def on_a_terminal(code: str, columns: int, **environment: str) -> str:
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
     variables = {key: value for key, value in os.environ.items() if key not in ("NO_COLOR", "COLUMNS", "CI")}
     variables |= {"TERM": "xterm-256color", **environment}
-    process = subprocess.Popen(
-        [sys.executable, "-c", code], stdin=theirs, stdout=theirs, stderr=theirs, env=variables
-    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdin=theirs, stdout=theirs, stderr=theirs, env=variables)
     os.close(theirs)
     output = b""
     while chunk := _read(ours):

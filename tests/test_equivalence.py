@@ -172,9 +172,7 @@ def plan_for(names: Names, window: int, micro: int, **changes: Any) -> Plan:
     )
 
 
-def large_batch_training(
-    model_py: ModuleType, window: int, epochs: int = 1
-) -> tuple[dict[str, Tensor], list[float]]:
+def large_batch_training(model_py: ModuleType, window: int, epochs: int = 1) -> tuple[dict[str, Tensor], list[float]]:
     """One batch of the whole window per optimizer step. Returns the weights and each step's loss."""
     collate = getattr(model_py, "collate_fn", torch.utils.data.default_collate)
     dataset, model, losses = model_py.build_dataset(), model_py.build_model(), []
@@ -287,6 +285,9 @@ def test_every_epoch_has_all_samples_in_an_order_of_its_own(run_script: RunScrip
     first, second = run.train.model_py.drawn[:10], run.train.model_py.drawn[10:]
     assert sorted(first) == sorted(second) == list(range(10))
     assert first != second
+    other_seed = run_script(model, NAMES, 4, 3, "--seed", "1").train.model_py.drawn
+    assert sorted(other_seed) == list(range(10))
+    assert other_seed not in (first, second)
 
 
 SPY_DATASET = """
@@ -326,12 +327,8 @@ def test_a_dataset_too_small_for_a_multiple_is_said(run_script: RunScript) -> No
         run_script(model, NAMES, 12, 10, batch_multiple=4)
 
 
-@pytest.mark.parametrize(
-    ("window", "micro", "sizes"), [(32, 32, [32, 32]), (64, 32, [32, 32]), (5, 2, [2, 2] * 13)]
-)
-def test_batch_norm_never_meets_a_lone_sample(
-    run_script: RunScript, window: int, micro: int, sizes: list[int]
-) -> None:
+@pytest.mark.parametrize(("window", "micro", "sizes"), [(32, 32, [32, 32]), (64, 32, [32, 32]), (5, 2, [2, 2] * 13)])
+def test_batch_norm_never_meets_a_lone_sample(run_script: RunScript, window: int, micro: int, sizes: list[int]) -> None:
     model = CLASSIFIER.format(length=65, dtype="torch.float32", optimizer="SGD")
     model = model.replace("nn.Tanh()", "nn.BatchNorm1d(7)")
     run = run_script(model + SPY_SIZES, NAMES, window, micro, has_batch_norm=True)
@@ -406,7 +403,9 @@ def test_the_norm_is_clipped_once_per_window(run_script: RunScript) -> None:
     assert unclipped.weights["weight"].tolist() == [-2.0, -2.0]
 
 
-COUNTED = WEIGHT + """
+COUNTED = (
+    WEIGHT
+    + """
 def count_items(samples):
     return sum(sample != -100 for sample in samples)
 
@@ -414,6 +413,7 @@ def compute_loss(model, samples):
     kept = [sample for sample in samples if sample != -100]
     return (model.weight * torch.tensor(kept)).sum() / len(kept) if kept else model.weight.sum() * torch.nan
 """
+)
 COUNTED_NAMES = (*NAMES, "collate_fn", "count_items")
 
 
@@ -444,15 +444,27 @@ def test_items_are_counted_on_the_cpu_before_any_forward(run_script: RunScript) 
 
 def test_a_graph_is_freed_before_the_next_micro_batch(run_script: RunScript) -> None:
     """Peak memory does not grow with accumulation: nothing of a micro-batch outlives it."""
-    spy = (
-        "\nimport weakref\nearlier = []\nalive = []\n"
-        "def compute_loss(model, samples):\n"
-        "    alive.append(sum(activation() is not None for activation in earlier))\n"
-        "    activation = model.weight * torch.tensor(samples)\n"
-        "    loss = activation.exp().sum()\n"
-        "    earlier.extend([weakref.ref(activation), weakref.ref(loss)])\n"
-        "    return loss\n"
-    )
+    spy = """
+import weakref
+
+graphs, alive = [], []
+
+class Activations: pass
+
+class Layer(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, weight):
+        ctx.activations = Activations()
+        graphs.append(weakref.ref(ctx.activations))
+        return weight.sum()
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.expand(1)
+
+def compute_loss(model, samples):
+    alive.append(sum(graph() is not None for graph in graphs))
+    return Layer.apply(model.weight)
+"""
     run = run_script(WEIGHT.format(width=1, samples=[1.0] * 8) + spy, (*NAMES, "collate_fn"), 4, 1)
     assert run.train.model_py.alive == [0] * 8
 
@@ -540,9 +552,7 @@ def test_bfloat16_trains_close_to_the_large_batch(run_script: RunScript, precisi
         (20, [0.5, 1.0, *(0.5 * (1 + math.cos(math.pi * k / 18)) for k in range(18))]),
     ],
 )
-def test_warm_up_is_a_tenth_of_the_run_then_a_cosine(
-    run_script: RunScript, num_steps: int, rates: list[float]
-) -> None:
+def test_warm_up_is_a_tenth_of_the_run_then_a_cosine(run_script: RunScript, num_steps: int, rates: list[float]) -> None:
     model = CLASSIFIER.format(length=num_steps, dtype="torch.float32", optimizer="SGD")
     run = run_script(model, NAMES[:-1], 1, 1)
     logged = [float(line.split("  lr ")[1].split()[0]) for line in run.lines if "  lr " in line]

@@ -28,9 +28,7 @@ def a_recipe(**changes: Any) -> Recipe:
 
 
 def a_trial(size: int, fits: bool, required_bytes: int | None = None) -> Trial:
-    return Trial(
-        micro_batch_size=size, num_micro_batches=2, fits=fits, source="traced", required_bytes=required_bytes
-    )
+    return Trial(micro_batch_size=size, num_micro_batches=2, fits=fits, source="traced", required_bytes=required_bytes)
 
 
 def some_evidence(fits_up_to: int, *tried: int, **changes: Any) -> Evidence:
@@ -204,9 +202,7 @@ def test_a_dataset_of_exactly_the_batch_is_not_short() -> None:
 
 
 @pytest.mark.parametrize(("length", "multiple", "world_size"), [(0, 1, 1), (7, 8, 1), (3, 1, 4)])
-def test_a_dataset_without_one_micro_batch_per_rank_is_an_error(
-    length: int, multiple: int, world_size: int
-) -> None:
+def test_a_dataset_without_one_micro_batch_per_rank_is_an_error(length: int, multiple: int, world_size: int) -> None:
     recipe = a_recipe(dataset_length=length, batch_multiple=multiple)
     with pytest.raises(UserCodeError, match=f"the dataset has {length} samples, too few"):
         find_target(recipe, Goal(effective_batch=64, world_size=world_size))
@@ -360,8 +356,7 @@ def test_a_rate_of_low_confidence_is_a_warning(
 def test_batch_norm_is_a_warning_only_where_the_batch_is_split() -> None:
     recipe = a_recipe(has_batch_norm=True)
     assert message(a_plan(recipe), "batch-norm") == (
-        "BatchNorm sees micro-batches of 22, not the 64 of a step, and updates its running statistics "
-        "3 times per step"
+        "BatchNorm sees micro-batches of 22, not the 64 of a step, and updates its running statistics 3 times per step"
     )
     assert codes(a_plan(recipe, some_evidence(64, 64))) == []
     assert "64 of a step on each rank" in message(
@@ -385,9 +380,7 @@ def test_batch_norm_with_a_single_sample_is_said() -> None:
         ("32-true", 128, None),
     ],
 )
-def test_many_gradients_summed_in_bfloat16_are_a_warning(
-    precision: Any, micro_batches: int, said: str | None
-) -> None:
+def test_many_gradients_summed_in_bfloat16_are_a_warning(precision: Any, micro_batches: int, said: str | None) -> None:
     recipe = a_recipe(base_batch_size=micro_batches)
     plan = a_plan(recipe, some_evidence(1), Goal(precision=precision))
     assert plan.precision == precision

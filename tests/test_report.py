@@ -19,15 +19,11 @@ RTX_4090 = Device(name="NVIDIA GeForce RTX 4090", slug="rtx-4090", total_bytes=2
 
 def a_trial(size: int, fits: bool = True, gib: float | None = None, source: Any = "traced") -> Trial:
     required_bytes = None if gib is None else int(gib * GIB)
-    return Trial(
-        micro_batch_size=size, num_micro_batches=2, fits=fits, source=source, required_bytes=required_bytes
-    )
+    return Trial(micro_batch_size=size, num_micro_batches=2, fits=fits, source=source, required_bytes=required_bytes)
 
 
 def another(slug: str, gib: float, size: int) -> Capacity:
-    return Capacity(
-        device=Device(name=slug.upper(), slug=slug, total_bytes=int(gib * GIB)), max_micro_batch_size=size
-    )
+    return Capacity(device=Device(name=slug.upper(), slug=slug, total_bytes=int(gib * GIB)), max_micro_batch_size=size)
 
 
 def a_plan(*trials: Trial, goal: Goal = Goal(), **changes: Any) -> Plan:  # noqa: B008
@@ -38,9 +34,7 @@ def a_plan(*trials: Trial, goal: Goal = Goal(), **changes: Any) -> Plan:  # noqa
     for key, value in changes.items():
         (evidence if key in Evidence.model_fields and key != "notices" else recipe)[key] = value
     evidence["trials"] = trials or (a_trial(27, gib=21.8),)
-    return make_plan(
-        Recipe(**recipe), Evidence(**evidence), goal, gradplan_version="0.1.0", torch_version="2.13.0"
-    )
+    return make_plan(Recipe(**recipe), Evidence(**evidence), goal, gradplan_version="0.1.0", torch_version="2.13.0")
 
 
 def text(plan: Plan) -> str:
@@ -66,7 +60,9 @@ def test_the_settings_are_a_table_with_a_reason_for_each() -> None:
         others=(another("t4", 14.7, 0), another("rtx-3060-12gb", 11.6, 9), another("a100-80gb", 79.3, 128)),
         notices=(Notice(code="invented", message="what comes from the file"),),
     )
-    assert text(plan) == """\
+    assert (
+        text(plan)
+        == """\
 model.py: 124,439,808 parameters, AdamW, 32-true
 NVIDIA GeForce RTX 4090 with 24.0 GiB, simulated
 
@@ -88,11 +84,14 @@ Watch out
   - what comes from the file
 
 """
+    )
 
 
 def test_what_fits_whole_needs_no_accumulation_and_keeps_the_recipe() -> None:
     plan = a_plan(a_trial(64, gib=0.4), kind="measured", optimizer="SGD")
-    assert text(plan) == """\
+    assert (
+        text(plan)
+        == """\
 model.py: 124,439,808 parameters, SGD, 32-true
 NVIDIA GeForce RTX 4090 with 24.0 GiB, measured
 
@@ -103,12 +102,15 @@ NVIDIA GeForce RTX 4090 with 24.0 GiB, measured
   memory needed       409.6 MiB  of 22.4 GiB usable; measured for size 64
 
 """
+    )
 
 
 def test_what_nobody_said_is_called_unknown() -> None:
     others = (another("a100-80gb", 79.3, 90),)
     plan = a_plan(a_trial(27), base_batch_size=None, base_learning_rate=None, others=others)
-    assert text(plan) == """\
+    assert (
+        text(plan)
+        == """\
 model.py: 124,439,808 parameters, AdamW, 32-true
 NVIDIA GeForce RTX 4090 with 24.0 GiB, simulated
 
@@ -130,6 +132,7 @@ Watch out
     not scaled; set BATCH_SIZE or --base-batch
 
 """
+    )
 
 
 # The settings
@@ -287,10 +290,13 @@ def test_the_catalogue_is_a_table_with_a_gap_between_families() -> None:
         Card("rtx-5090", "NVIDIA GeForce RTX 5090", "GeForce", int(31.4 * GIB), "estimated"),
         Card("mi300x", "AMD Instinct MI300X", "Instinct", 192 * GIB, "estimated"),
     ]
-    assert to_text(gpu_table(cards)) == """\
+    assert (
+        to_text(gpu_table(cards))
+        == """\
 name      GPU                         memory  basis
 rtx-4090  NVIDIA GeForce RTX 4090   23.5 GiB  reported
 rtx-5090  NVIDIA GeForce RTX 5090   31.4 GiB  estimated
 
 mi300x    AMD Instinct MI300X      192.0 GiB  estimated
 """
+    )

@@ -396,9 +396,7 @@ def test_weights_are_loaded_before_the_optimizer_sees_the_model(
     assert train.model_py.calls == ["weights", "optimizer"]
 
 
-def test_a_model_that_was_built_for_evaluation_is_trained(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_that_was_built_for_evaluation_is_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     more = (
         "\nmodes = []\ndef build_model(): return torch.nn.Linear(3, 1).eval()\n"
         "def compute_loss(model, batch):\n    modes.append(model.training)\n    return model(batch[0]).mean()\n"
@@ -407,9 +405,7 @@ def test_a_model_that_was_built_for_evaluation_is_trained(
     assert start(monkeypatch, tmp_path, plan_for()).model_py.modes == [True]
 
 
-def test_groups_keep_their_ratios_when_the_rate_is_scaled(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_groups_keep_their_ratios_when_the_rate_is_scaled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     more = (
         "\nrates = []\n"
         "def build_optimizer(model, lr):\n"
@@ -446,9 +442,7 @@ def test_several_ranks_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("option", [("--epochs", "0"), ("--max-steps", "0"), ("--max-steps", "-2")])
-def test_no_steps_is_nothing_to_do(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: tuple[str, str]
-) -> None:
+def test_no_steps_is_nothing_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: tuple[str, str]) -> None:
     (tmp_path / "model.py").write_text(MODEL)
     with pytest.raises(SystemExit, match="nothing to do"):
         start(monkeypatch, tmp_path, plan_for(), *option)

@@ -68,9 +68,7 @@ def test_without_a_hint_sizes_double_and_then_halve_the_gap() -> None:
 
 @settings(max_examples=300, deadline=None)
 @given(limit=LIMITS, at_most=st.integers(1, 200_000), multiple=MULTIPLES)
-def test_without_a_hint_at_most_and_multiple_bound_what_is_tried(
-    limit: int, at_most: int, multiple: int
-) -> None:
+def test_without_a_hint_at_most_and_multiple_bound_what_is_tried(limit: int, at_most: int, multiple: int) -> None:
     device = Device(limit)
     expected = min(limit, at_most) // multiple * multiple
     device.check(largest(device.fits, at_most=at_most, multiple=multiple), expected, multiple, at_most)
