@@ -238,9 +238,7 @@ def test_required_bytes_was_replayed_and_the_next_smaller_limit_fails(chosen: Op
 
 @settings(deadline=None)
 @given(chosen=operations(), limit=st.integers(0, 100 * MIB))
-def test_fits_says_whether_the_replay_ends_and_the_peaks_keep_to_the_limit(
-    chosen: Operations, limit: int
-) -> None:
+def test_fits_says_whether_the_replay_ends_and_the_peaks_keep_to_the_limit(chosen: Operations, limit: int) -> None:
     events, born = trace_of(chosen)
     try:
         peaks = replay(events, born, limit)

@@ -112,9 +112,7 @@ def test_a_share_is_the_median_of_the_reported_cards_rounded_down() -> None:
         ("l40s", int(44.39 * 2**30), (8, 9)),  # OOM text: total capacity of 44.39 GiB
     ],
 )
-def test_totals_are_those_that_were_published(
-    slug: str, total_bytes: int, compute_capability: tuple[int, int]
-) -> None:
+def test_totals_are_those_that_were_published(slug: str, total_bytes: int, compute_capability: tuple[int, int]) -> None:
     gpu = find(slug)
     assert (gpu.total_bytes, gpu.compute_capability) == (total_bytes, compute_capability)
     assert gpu.basis == "reported"
@@ -122,9 +120,7 @@ def test_totals_are_those_that_were_published(
 
 def test_cards_come_by_family_then_by_memory() -> None:
     families = list(dict.fromkeys(gpu.family for gpu in gpus()))
-    assert list(gpus()) == sorted(
-        gpus(), key=lambda gpu: (families.index(gpu.family), gpu.total_bytes, gpu.slug)
-    )
+    assert list(gpus()) == sorted(gpus(), key=lambda gpu: (families.index(gpu.family), gpu.total_bytes, gpu.slug))
 
 
 @pytest.mark.parametrize("gpu", gpus(), ids=lambda gpu: gpu.slug)
@@ -178,9 +174,7 @@ def test_common_spellings_find_their_card(spelling: str, slug: str) -> None:
         ("4060 ti", ("rtx-4060-ti-8gb", "rtx-4060-ti-16gb")),
     ],
 )
-def test_a_name_of_several_cards_is_an_error_that_lists_them(
-    spelling: str, candidates: tuple[str, ...]
-) -> None:
+def test_a_name_of_several_cards_is_an_error_that_lists_them(spelling: str, candidates: tuple[str, ...]) -> None:
     with pytest.raises(UsageError, match=f"say which: {', '.join(candidates)}$"):
         find(spelling)
 
@@ -217,7 +211,6 @@ def test_the_context_is_that_of_lazy_loading() -> None:
 
 def test_the_catalogue_needs_no_torch() -> None:
     code = (
-        "import sys; from gradplan.probes.simulator.catalogue import find;"
-        "find('t4'); sys.exit('torch' in sys.modules)"
+        "import sys; from gradplan.probes.simulator.catalogue import find;find('t4'); sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
