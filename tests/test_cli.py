@@ -446,7 +446,8 @@ def test_the_module_runs_as_a_program() -> None:
 
 
 SLOW_PROBE = """
-import sys, time
+import signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job starts with it ignored
 from gradplan import verbs
 from gradplan.cli import main
 
