@@ -20,7 +20,7 @@ def split_window(num_samples: int, at_most: int, multiple: int = 1) -> list[int]
         ValueError: a size below ``multiple``, or ``num_samples`` is not a multiple of it.
     """
     if multiple < 1 or num_samples < multiple or at_most < multiple or num_samples % multiple:
-        raise ValueError(f"{num_samples} samples do not split into multiples of {multiple} of at most {at_most}")
+        raise ValueError(f"{num_samples} do not split into multiples of {multiple}, at most {at_most}")
     units, largest = num_samples // multiple, at_most // multiple
     fewest = -(-units // largest)
     equal = (count for count in range(fewest, fewest * 11 // 10 + 1) if units % count == 0)
