@@ -156,7 +156,8 @@ class Simulation:
         trial = Trial(
             micro_batch_size=size,
             num_micro_batches=num_micro_batches,
-            fits=allocator.fits(trace.events, trace.sizes, self.limit_bytes),
+            fits=peaks.reserved_bytes <= self.limit_bytes
+            or allocator.fits(trace.events, trace.sizes, self.limit_bytes),
             source="traced" if is_traced else "replayed",
             peak_allocated_bytes=peaks.allocated_bytes,
             peak_reserved_bytes=peaks.reserved_bytes,

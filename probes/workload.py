@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import sys
 import traceback
@@ -58,7 +59,10 @@ class Workload:
         builder = getattr(self.module, self.builder_name)
         what = f"{self.builder_name}()"
         with user_code(what):
-            model = builder() if callable(builder) and not isinstance(builder, nn.Module) else builder
+            if isinstance(builder, nn.Module):
+                model = copy.deepcopy(builder)
+            else:
+                model = builder() if callable(builder) else builder
         if isinstance(model, (tuple, list)) and any(isinstance(part, nn.Module) for part in model):
             raise UserCodeError(
                 f"{what} returned a {type(model).__name__} of {len(model)} models; return one module that holds "

@@ -39,7 +39,9 @@ def install(library: Library) -> None:
     """Give the CPU's autocast key the behaviour of CUDA's, for as long as ``library`` lives."""
     on_cuda = set(torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA"))
     on_cpu = set(torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCPU"))
-    for name in sorted(on_cuda - on_cpu):
+    # Both name these, but on the CPU everything becomes fp32.
+    differing = {name for name in on_cuda & on_cpu if _packet(name) in PROMOTE | SET_DTYPE}
+    for name in sorted(on_cuda - on_cpu | differing):
         operator = _overload(name)
         if operator is not None:
             library.impl(operator, _policy(name, operator), "AutocastCPU")
@@ -73,13 +75,17 @@ KERNELS: dict[Any, Callable[..., Any]] = {
 }
 
 
+def _packet(name: str) -> str:
+    return name.removeprefix("aten::").partition(".")[0]
+
+
 def _overload(name: str) -> Any:
-    packet, _, overload = name.removeprefix("aten::").partition(".")
-    return getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
+    overload = name.partition(".")[2] or "default"
+    return getattr(getattr(aten, _packet(name), None), overload, None)
 
 
 def _policy(name: str, operator: Any) -> Callable[..., Any]:
-    packet = name.removeprefix("aten::").partition(".")[0]
+    packet = _packet(name)
     if packet in LOWER_PRECISION:
         return _casting(operator, lambda values: torch.get_autocast_dtype("cpu"))
     if packet in PROMOTE:

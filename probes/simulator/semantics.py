@@ -87,6 +87,8 @@ def cuda_semantics(capability: tuple[int, int], are_fake: bool = True) -> Iterat
             autocast.install(library)
             if are_fake:
                 recurrent.install(library)
+            else:
+                stack.enter_context(_without_onednn())
         stack.enter_context(_foreach_by_default())
         stack.enter_context(_autocast_on_this_device())
         stack.enter_context(_eager())
@@ -108,6 +110,17 @@ def _foreach_by_default() -> Iterator[None]:
         mock.patch.object(_foreach_utils, "_foreach_supported_types", [torch.Tensor, FakeTensor]),
     ):
         yield
+
+
+@contextmanager
+def _without_onednn() -> Iterator[None]:
+    """oneDNN's LSTM reserves more than CUDA's, and knows no bf16 on many CPUs."""
+    was_enabled = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(was_enabled)
 
 
 @contextmanager

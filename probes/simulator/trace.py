@@ -112,12 +112,12 @@ class Recorder(TorchDispatchMode):
     def _see_storage(self, storage: torch.UntypedStorage) -> None:
         key, num_bytes = storage._cdata, storage.nbytes()
         known = self._alive.get(key)
-        if known is not None:
-            if self.sizes[known.index] == num_bytes:
-                return
-            self._died(known)  # resized in place: the old memory is given back
+        if known is not None and self.sizes[known.index] == num_bytes:
+            return
         ref = _StorageRef(storage, self._died)
         ref.index, ref.key = self._born(num_bytes), key
+        if known is not None:
+            self._died(known)  # resized in place: CUDA copies to the new memory, then gives the old back
         self._alive[key] = ref
 
     def _died(self, ref: _StorageRef) -> None:
@@ -152,6 +152,8 @@ def _dense_parts(tensor: Tensor) -> tuple[Tensor, ...]:
         return (tensor._indices(), tensor._values())
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
         return (tensor.crow_indices(), tensor.col_indices(), tensor.values())
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return (tensor.ccol_indices(), tensor.row_indices(), tensor.values())
     return ()
 
 
@@ -159,8 +161,7 @@ def _dense_parts(tensor: Tensor) -> tuple[Tensor, ...]:
 def steady_garbage() -> Iterator[Callable[[], None]]:
     """No collection by chance inside; gives a function that collects now, so that equal runs die equally."""
     was_enabled = gc.isenabled()
-    gc.collect()
-    gc.freeze()
+    gc.freeze()  # what is garbage already stays, too: a full collection takes as long as a small trace
     gc.disable()
     try:
         yield lambda: (gc.collect(), None)[1]

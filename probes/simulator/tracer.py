@@ -110,10 +110,11 @@ class Tracer:
             raise theirs from error
         kinds = list(Tensors)
         self._tensors = kinds[kinds.index(self._tensors) + 1]
+        num_copies = 4 if self.is_real else 1  # real steps make gradients and two moments as well
+        if self._parameter_bytes() * num_copies > psutil.virtual_memory().available // 2:
+            raise theirs from error
         if self.is_real:
             self._why_real = str(theirs)
-            if self._parameter_bytes() * 4 > psutil.virtual_memory().available // 2:  # with gradients and two moments
-                raise theirs from error
             self._progress("running small steps for real on the CPU")
 
     def _parameter_bytes(self) -> int:

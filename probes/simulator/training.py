@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import random
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -55,6 +56,8 @@ def trace_training(setup: Setup, tensors: Tensors, micro_batch_size: int, num_mi
     recorder = Recorder(
         CublasWorkspace(setup.capability), {**autocast.KERNELS, **(attention.REAL_KERNELS if is_real else {})}
     )
+    if is_real:
+        gc.collect()  # the model of the trace before
     with cuda_semantics(setup.capability, not is_real), steady_garbage() as collect:
         torch.manual_seed(SEED)
         random.seed(SEED)
