@@ -7,7 +7,9 @@ import functools
 import io
 import os
 import shlex
+import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
@@ -79,6 +81,31 @@ def interrupted() -> NoReturn:
     sys.exit(130)
 
 
+@contextlib.contextmanager
+def ctrl_c_at_once() -> Iterator[None]:
+    """Ctrl-C ends the process where it stands: nothing is being written here, and there is no child process.
+
+    As an exception it would pass through torch's C++ functions, some of which abort the process then.
+    """
+
+    def leave(*_: object) -> NoReturn:
+        if is_terminal(sys.stderr):
+            write("\x1b[?25h", err=True)  # the cursor that the progress line hid
+        with contextlib.suppress(SystemExit):
+            interrupted()
+        os._exit(130)
+
+    previous = signal.getsignal(signal.SIGINT)
+    if previous is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
+        yield  # somebody else's to handle, or ignored as for a job in the background
+        return
+    signal.signal(signal.SIGINT, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
 # How a command speaks
 
 
@@ -124,6 +151,25 @@ def progress(quiet: bool, verbose: bool) -> Iterator[Callable[[str], None]]:
 
         with Console(stderr=True).status("") as status:
             yield lambda sentence: status.update(Text(sentence))
+
+
+@contextlib.contextmanager
+def stdout_aside() -> Iterator[None]:
+    """What the user's code prints goes to standard error, also what C libraries and child processes print."""
+    try:
+        out, err = sys.stdout.fileno(), sys.stderr.fileno()
+    except (AttributeError, OSError, ValueError):  # not files
+        yield
+        return
+    sys.stdout.flush()
+    kept = os.dup(out)
+    os.dup2(err, out)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(kept, out)
+        os.close(kept)
 
 
 def is_terminal(stream: Any) -> bool:
@@ -207,7 +253,7 @@ def probe_command(
     from gradplan.verbs import probe
 
     folder = os.getcwd()
-    with progress(quiet, verbose) as tell:
+    with progress(quiet, verbose) as tell, stdout_aside(), ctrl_c_at_once():
         plan = probe(model, progress=tell, **settings)
     os.chdir(folder)  # the model's file may have left it
     if verbose:

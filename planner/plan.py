@@ -11,7 +11,7 @@ from pydantic import ConfigDict, Field, ValidationError, model_validator
 
 from gradplan.advice import batch_notices, rate_confidence, rate_notices, what_would_fit, window_notices
 from gradplan.goal import Goal, Limit, Target, find_target, per_rank_target
-from gradplan.probes.errors import DoesNotFitError, GradplanError
+from gradplan.probes.errors import DoesNotFitError, GradplanError, UsageError
 from gradplan.probes.evidence import Evidence, Frozen, Notice, Precision, Recipe
 from gradplan.scaling import Confidence, factor, rule_for
 from gradplan.window import split_window
@@ -29,6 +29,7 @@ __all__ = [
 ]
 
 SCHEMA = 1
+MOST_ACCUMULATION_STEPS = 1_000_000
 
 
 class Plan(Frozen):
@@ -147,6 +148,7 @@ def make_plan(recipe: Recipe, evidence: Evidence, goal: Goal, *, gradplan_versio
     largest = _largest_that_fits(recipe, evidence, goal)
     at_most = largest if target.at_most is None else min(largest, target.at_most)
     whole = at_most // recipe.batch_multiple * recipe.batch_multiple
+    _check_steps(target.per_rank or whole, whole)
     sizes = split_window(target.per_rank or whole, at_most, recipe.batch_multiple)
     effective = sum(sizes) * goal.world_size
 
@@ -184,6 +186,15 @@ def make_plan(recipe: Recipe, evidence: Evidence, goal: Goal, *, gradplan_versio
         warnings=tuple(dict.fromkeys(notices)),
         recipe=recipe,
     )
+
+
+def _check_steps(per_rank: int, at_most: int) -> None:
+    num_steps = -(-per_rank // at_most)
+    if num_steps > MOST_ACCUMULATION_STEPS:
+        raise UsageError(
+            f"a batch of {per_rank} in micro-batches of at most {at_most} takes {num_steps} accumulation steps, more "
+            f"than {MOST_ACCUMULATION_STEPS}; give a smaller --effective-batch"
+        )
 
 
 def _largest_that_fits(recipe: Recipe, evidence: Evidence, goal: Goal) -> int:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from importlib.metadata import version
+import contextlib
+import os
+from collections.abc import Callable, Iterator
 
+import gradplan
 from gradplan.plan import Goal, Plan, find_target, make_plan
 from gradplan.probes.errors import UsageError
 from gradplan.probes.evidence import Notice, Precision
@@ -53,19 +55,31 @@ def probe(
     progress("importing torch and the model")
     import torch
 
+    from gradplan.probes.batches import settings_kept
     from gradplan.probes.simulate import Simulation
     from gradplan.probes.workload import load_workload
 
     goal = Goal(effective_batch, world_size, precision, max_micro_batch)
-    workload = load_workload(model, base_batch, base_lr)
-    if device is None:
-        workload.notices.append(Notice(code="simulated-device", message=_why_simulated(torch, gpu.name)))
-    simulation = Simulation(workload, gpu, precision, memory_bytes, headroom_percent, progress)
-    recipe = simulation.recipe()
-    target = find_target(recipe, goal)
-    others = tuple(find(name) for name in COMMON) if device is None else ()
-    evidence = simulation.gather(target.per_rank, target.at_most, others)
-    return make_plan(recipe, evidence, goal, gradplan_version=version("gradplan"), torch_version=torch.__version__)
+    with settings_kept(), folder_kept():
+        workload = load_workload(model, base_batch, base_lr)
+        if device is None:
+            workload.notices.append(Notice(code="simulated-device", message=_why_simulated(torch, gpu.name)))
+        simulation = Simulation(workload, gpu, precision, memory_bytes, headroom_percent, progress)
+        recipe = simulation.recipe()
+        target = find_target(recipe, goal)
+        others = tuple(find(name) for name in COMMON) if device is None else ()
+        evidence = simulation.gather(target.per_rank, target.at_most, others)
+    return make_plan(recipe, evidence, goal, gradplan_version=gradplan.__version__, torch_version=torch.__version__)
+
+
+@contextlib.contextmanager
+def folder_kept() -> Iterator[None]:
+    """Afterwards the working folder is what it was: the user's file may change it."""
+    folder = os.getcwd()
+    try:
+        yield
+    finally:
+        os.chdir(folder)
 
 
 def simulated_name(device: str | None) -> str:

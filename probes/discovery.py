@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable
+from numbers import Integral, Real
 from types import ModuleType
 from typing import Any
 
 from torch import nn
 
 from gradplan.probes.errors import UserCodeError
+
+_OTHER_BUILDERS = ("build_batch", "build_dataset", "build_optimizer", "build_scheduler", "build_validation_dataset")
 
 
 def split_name(typed: str) -> tuple[str, str | None]:
@@ -19,35 +23,44 @@ def split_name(typed: str) -> tuple[str, str | None]:
 
 
 def find_builder(module: ModuleType, file: str, wanted: str | None) -> str:
+    """The name in the file that gives the model: a function, a class or a module.
+
+    Raises:
+        UserCodeError: there is none, or more than one; the message lists what was found and what to type.
+    """
     classes = [
         name
         for name, value in vars(module).items()
         if inspect.isclass(value) and issubclass(value, nn.Module) and value.__module__ == module.__name__
     ]
     if wanted is not None:
-        if hasattr(module, wanted):
+        if callable(getattr(module, wanted, None)):
             return wanted
-        raise UserCodeError(f"{file} has no {wanted}; it has {_listed(module, classes)}")
-    for name in ("build_model", "model"):
-        value = getattr(module, name, None)
-        if isinstance(value, nn.Module) or (name == "build_model" and callable(value)):
-            return name
-        if name == "build_model" and value is not None:
-            raise UserCodeError(
-                f"build_model in {file} is {type(value).__name__}; it must be a function () -> nn.Module"
-            )
+        missing = f"{wanted} in {file} is no model" if hasattr(module, wanted) else f"{file} has no {wanted}"
+        raise UserCodeError(f"{missing}; it has {', '.join(classes + _functions(module)) or 'no model'}")
+    builder = getattr(module, "build_model", None)
+    if callable(builder) and not isinstance(builder, nn.Module):
+        return "build_model"
+    if builder is not None:
+        remedy = "name it model" if isinstance(builder, nn.Module) else "it must be a function () -> nn.Module"
+        raise UserCodeError(f"build_model in {file} is {type(builder).__name__}; {remedy}")
+    if isinstance(getattr(module, "model", None), nn.Module):
+        return "model"
     ready = [name for name in classes if _needs_nothing(getattr(module, name))]
     if len(ready) == 1:
         return ready[0]
-    found = f"found {_listed(module, classes)}" if classes else "found no nn.Module in it"
-    advice = f"gradplan probe {file}:{ready[0]}" if ready else "def build_model(): return MyModel(...)"
+    candidates = classes + _functions(module)
+    found = f"found {', '.join(candidates)}" if candidates else "found no nn.Module in it"
+    choice = (ready or _functions(module))[:1]
+    advice = f"gradplan probe {file}:{choice[0]}" if choice else "def build_model(): return MyModel(...)"
     raise UserCodeError(f"which model of {file}? There is no build_model(); {found}. Write for example: {advice}")
 
 
-def _listed(module: ModuleType, classes: list[str]) -> str:
+def _functions(module: ModuleType) -> list[str]:
+    """Those that sound like model builders."""
+    verbs = ("build", "make", "create", "get")
     functions = [name for name, value in vars(module).items() if inspect.isfunction(value)]
-    builders = [name for name in functions if name.startswith(("build", "make", "create", "get"))]
-    return ", ".join(classes + builders) or "no model"
+    return [name for name in functions if name.startswith(verbs) and name not in _OTHER_BUILDERS]
 
 
 def _needs_nothing(kind: Callable[..., Any]) -> bool:
@@ -59,12 +72,18 @@ def _needs_nothing(kind: Callable[..., Any]) -> bool:
 
 
 def positive_constant(module: ModuleType, name: str, kind: type) -> Any:
-    value = getattr(module, name, None)
+    """The file's constant as ``kind``, float or int; None where it has none.
+
+    Raises:
+        UserCodeError: it is not a positive, finite number of that kind.
+    """
+    value: Any = getattr(module, name, None)
     if value is None:
         return None
-    accepted = (int, float) if kind is float else (int,)
-    if isinstance(value, bool) or not isinstance(value, accepted) or not 0 < value < float("inf"):
+    accepted = Real if kind is float else Integral  # NumPy's too
+    is_number = isinstance(value, accepted) and not isinstance(value, bool)
+    if not is_number or not 0 < value < math.inf:
         raise UserCodeError(
             f"{name} is {value!r}; it must be a positive {'number' if kind is float else 'whole number'}"
         )
-    return value
+    return kind(value)

@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
+import re
 import sys
+import sysconfig
 import traceback
 from collections.abc import Iterator
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 
@@ -15,6 +18,13 @@ from gradplan.probes.errors import GradplanError, UsageError, UserCodeError
 
 _PROBES = Path(__file__).parent
 _OUR_FOLDERS = (_PROBES, _PROBES / "simulator")
+# Under the user's call, but there only because gradplan imports files and fakes tensors.
+_MACHINERY = re.compile(
+    r"<frozen importlib|/torch/(_subclasses/|utils/_stats\.py|_compile\.py|_ops\.py|_dynamo/eval_frame\.py)"
+)
+_LIBRARIES = ("<", *(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib")))
+
+_loaded: list[tuple[str, frozenset[str]]] = []  # the folder of each loaded file, the modules known before it
 
 
 def load_module(path: Path) -> ModuleType:
@@ -28,30 +38,55 @@ def load_module(path: Path) -> ModuleType:
         raise UsageError(f"there is no file {path}")
     if path.is_dir():
         raise UsageError(f"{path} is a folder; name the file in it that builds the model")
+    _forget_loaded()
     resolved = path.resolve()
     spec = importlib.util.spec_from_file_location(_module_name(resolved), resolved)
     if spec is None or spec.loader is None:
         raise UserCodeError(f"{path} is not a Python file: its name does not end in .py")
     module = importlib.util.module_from_spec(spec)
+    _loaded.append((str(resolved.parent), frozenset(sys.modules)))
     sys.modules[spec.name] = module
     sys.path.insert(0, str(resolved.parent))
     try:
         with user_code(str(path)):
             spec.loader.exec_module(module)
     except BaseException:
-        sys.modules.pop(spec.name, None)
-        sys.path.remove(str(resolved.parent))
+        _forget_loaded()
         raise
     return module
 
 
+def _forget_loaded() -> None:
+    """As if no user's file had been loaded: the next one has siblings of its own, maybe of the same names."""
+    importlib.invalidate_caches()
+    while _loaded:
+        folder, known = _loaded.pop()
+        for name in sys.modules.keys() - known:
+            if not name.startswith("gradplan.") and _is_in(folder, sys.modules[name]):
+                del sys.modules[name]
+        with contextlib.suppress(ValueError):  # the user's file may have removed it
+            sys.path.remove(folder)
+
+
+def _is_in(folder: str, module: ModuleType) -> bool:
+    """Whether it is the user's own file or package there, not a library of an environment inside the folder."""
+    spec = getattr(module, "__spec__", None)
+    if not isinstance(spec, ModuleSpec):
+        return False
+    place = spec.origin or next(iter(spec.submodule_search_locations or ()), "")  # a folder without __init__.py
+    if _is_library(place) or _is_ours(place) or not (place.endswith(".py") or os.path.isdir(place)):
+        return False
+    return Path(folder) in Path(place).parents
+
+
 def _module_name(path: Path) -> str:
-    """The file's stem, unless another module has that name: then a name nobody imports."""
-    known = sys.modules.get(path.stem)
-    if known is None and importlib.util.find_spec(path.stem) is None:
-        return path.stem
-    same = known is not None and getattr(known, "__file__", None) == str(path)
-    return path.stem if same else f"_model_{path.stem}"
+    """The file's stem, unless that is another module's name: then one that nobody imports."""
+    name = path.stem
+    if name.isidentifier() and name not in sys.modules:
+        found = importlib.util.find_spec(name)
+        if found is None or found.origin == str(path):
+            return name
+    return "_model_" + re.sub(r"\W", "_", name)
 
 
 @contextlib.contextmanager
@@ -66,7 +101,9 @@ def user_code(what: str) -> Iterator[None]:
     except (GradplanError, KeyboardInterrupt):
         raise
     except SyntaxError as error:
-        where = f"{error.filename}:{error.lineno}" if error.filename else what
+        if error.filename is not None and not os.path.isfile(error.filename):  # of text that the user's code made
+            raise UserCodeError(*describe(what, error)) from error
+        where = f"{_short(error.filename)}:{error.lineno}" if error.filename else what
         raise UserCodeError(f"{where} is not valid Python: {error.msg}", (error.text or "").rstrip()) from None
     except BaseException as error:
         raise UserCodeError(*describe(what, error)) from error
@@ -86,11 +123,11 @@ def describe(what: str, error: BaseException) -> tuple[str, str]:
 
 
 def _is_ours(filename: str) -> bool:
-    return Path(filename).parent in _OUR_FOLDERS
+    return Path(filename).parent in _OUR_FOLDERS or _MACHINERY.search(Path(filename).as_posix()) is not None
 
 
 def _is_library(filename: str) -> bool:
-    return filename.startswith(("<", sys.base_prefix + os.sep)) or "site-packages" in filename
+    return filename.startswith(_LIBRARIES) or "site-packages" in filename or "dist-packages" in filename
 
 
 def _short(filename: str) -> str:

@@ -6,9 +6,10 @@ import contextlib
 import math
 from collections.abc import Callable
 
+import psutil
 import torch
 
-from gradplan.probes.errors import UserCodeError
+from gradplan.probes.errors import DoesNotFitError, UserCodeError
 from gradplan.probes.evidence import Capacity, Device, Evidence, Notice, Precision, Recipe, Trial
 from gradplan.probes.search import largest
 from gradplan.probes.simulator import allocator
@@ -43,11 +44,18 @@ class Simulation:
         self.total_bytes = memory_bytes or gpu.total_bytes
         self.headroom_percent = headroom_percent
         self.limit_bytes = limit_of(gpu, self.total_bytes, headroom_percent)
+        if self.limit_bytes <= 0:
+            raise DoesNotFitError(
+                f"nothing fits: of {self.total_bytes / 2**20:.0f} MiB, the CUDA context is counted as "
+                f"{gpu.context_bytes / 2**20:.0f} MiB. Take more memory, or another device"
+            )
         self._workload = workload
         self._unit = workload.batch_multiple
         self._tracer = Tracer(Setup(workload, precision, gpu.compute_capability or (8, 0)), progress)
         self._notices: list[Notice] = []
         self._trials: dict[tuple[int, int], Trial] = {}
+        if precision.startswith("bf16") and gpu.compute_capability is not None and gpu.compute_capability < (8, 0):
+            self._note("slow-bf16", f"{gpu.name} has no bf16 arithmetic of its own: 16-mixed is the precision for it")
 
     def recipe(self) -> Recipe:
         """What the planner reads of model.py.
@@ -68,7 +76,8 @@ class Simulation:
         """
         num_micro_batches = 1 if per_rank is None else 2
         small = self._tracer.trace(2 * self._unit, num_micro_batches)
-        self._tracer.check_values(2 * self._unit, small)
+        self._tracer.check_values(self._unit, small)
+        self._notices += self._workload.batch_size_notices(2 * self._unit)
         ceiling = at_most or MOST_SAMPLES
         whole = self._try_whole(per_rank) if per_rank is not None and per_rank == at_most else None
         fits_whole = whole is not None and whole.fits
@@ -87,10 +96,14 @@ class Simulation:
 
     def _try_whole(self, per_rank: int) -> Trial | None:
         """A trial of the whole batch at once; None where it cannot be traced, or the batch alone is too much."""
-        per_sample = _tensor_bytes(self._workload.make_batch(2 * self._unit)) // (2 * self._unit)
-        if self._tracer.is_real or per_sample * per_rank > self.limit_bytes:
+        per_sample = self._bytes_per_sample()
+        too_much = min(self.limit_bytes, psutil.virtual_memory().available // 2)
+        if self._tracer.is_real or per_sample * per_rank > too_much:
             return None
         return self._try(per_rank, 1)
+
+    def _bytes_per_sample(self) -> int:
+        return _tensor_bytes(self._workload.make_batch(2 * self._unit)) // (2 * self._unit)
 
     def _curve(self, small: Trace, num_micro_batches: int) -> Curve | None:
         sizes = (2 * self._unit, 3 * self._unit)
@@ -108,9 +121,13 @@ class Simulation:
 
         hint = curve.hint(self.limit_bytes, at_most)
         best = largest(replayed, at_most=at_most, hint=hint, multiple=self._unit)
+        if best == MOST_SAMPLES:
+            self._note("search-ended", f"the search ended at {best} samples: memory hardly grows with the batch")
         if self._tracer.is_real:
             return
-        if best:
+        if self._bytes_per_sample() * best > psutil.virtual_memory().available // 2:
+            self._note("not-confirmed", f"a batch of {best} is too large for this machine's memory to be traced itself")
+        elif best:
             self._confirm(best, curve, num_micro_batches, at_most)
         else:  # some models refuse the smallest size: BatchNorm has no variance over one sample
             with contextlib.suppress(UserCodeError):

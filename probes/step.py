@@ -221,7 +221,7 @@ def build_adamw(model: nn.Module, lr: float) -> Optimizer:
 def scale_learning_rates(optimizer: Optimizer, factor: float) -> None:
     """Multiply every group's learning rate, so that the groups keep their ratios."""
     for group in optimizer.param_groups:
-        group["lr"] *= factor
+        group["lr"] = group["lr"] * factor  # not in place: groups may share one tensor
 
 
 def warm_up_then_cosine(optimizer: Optimizer, num_steps: int) -> LambdaLR:

@@ -2,15 +2,57 @@
 
 from __future__ import annotations
 
+import copy
 import logging
+import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+_modes: weakref.WeakSet[FakeTensorMode] = weakref.WeakSet()
+
+
+def new_mode() -> FakeTensorMode:
+    """A mode of its own for each run, in which real tensors may appear."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    _modes.add(mode)
+    return mode
+
+
+def are_fakes_left() -> bool:
+    """Whether somebody kept a fake tensor, which keeps its mode, since the last answer."""
+    are_left = len(_modes) > 0
+    _modes.clear()
+    return are_left
+
+
+def own_copy(model: nn.Module) -> nn.Module:
+    """A copy to train: what the file built on import, once, stays as it is. The model itself where it has no copy."""
+    with suppress(Exception):
+        return copy.deepcopy(model)
+    return model
+
+
+def is_fake(model: nn.Module) -> bool:
+    """Whether the model was built without memory, all of it."""
+    return all(isinstance(tensor, FakeTensor) for tensor in (*model.parameters(), *model.buffers()))
+
+
+def fake_copy(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
+    """A copy with fake parameters and buffers; tied ones stay tied. In place where the model has no copy."""
+    fakes: dict[int, Any] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        if not isinstance(tensor, FakeTensor):
+            fakes[id(tensor)] = mode.from_tensor(tensor)
+            fakes[id(tensor)].__dict__.update(tensor.__dict__)  # marks that a file's build_optimizer looks for
+    with suppress(Exception):
+        return copy.deepcopy(model, fakes)
+    return as_fake(model, mode)
 
 
 def as_fake(model: nn.Module, mode: FakeTensorMode) -> nn.Module:

@@ -91,7 +91,7 @@ def cuda_semantics(capability: tuple[int, int], are_fake: bool = True) -> Iterat
                 stack.enter_context(_without_onednn())
         stack.enter_context(_foreach_by_default())
         stack.enter_context(_autocast_on_this_device())
-        stack.enter_context(_eager())
+        stack.enter_context(eager())
         yield
 
 
@@ -124,7 +124,7 @@ def _without_onednn() -> Iterator[None]:
 
 
 @contextmanager
-def _eager() -> Iterator[None]:
+def eager() -> Iterator[None]:
     """``torch.compile`` returns the function itself; what was compiled before runs eagerly.
 
     Dynamo, whose import takes as long as torch's, is asked only where the user's file has loaded it already.

@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import sys
 from collections.abc import Callable
+from contextlib import redirect_stdout
 
 import psutil
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch import nn
 
+from gradplan.probes.batches import seed_everything
 from gradplan.probes.errors import UserCodeError
 from gradplan.probes.evidence import Notice, Recipe
 from gradplan.probes.loading import describe, user_code
-from gradplan.probes.simulator.building import as_fake, fake_models
+from gradplan.probes.simulator.building import are_fakes_left, fake_copy, fake_models, is_fake, new_mode, own_copy
+from gradplan.probes.simulator.semantics import eager
 from gradplan.probes.simulator.trace import Trace
 from gradplan.probes.simulator.training import Setup, Tensors, trace_training
 
-VALUE_CHECK_BYTES = 512 * 2**20  # a step this small is also run once for real: fake tensors cannot be NaN
+VALUE_CHECK_BYTES = 256 * 2**20  # a step this small is also run for real: fake tensors cannot be NaN
+GROWTH = 1.3  # twice the samples: a sum doubles, and a contrastive loss grows by log(2n - 1)
+FIXED_SIZE = (
+    "the model refuses a batch of another size after its first: where the sizes of a window differ, or the dataset "
+    "leaves a short one, train.py fails"
+)
+NOT_A_MEAN = (
+    "the loss of {large} samples is {ratio:.1f} times that of {small}, so it is not a mean over samples: accumulated "
+    "micro-batches are not equal to the whole batch. Return a mean, and count_items where it is one over items"
+)
 
 
 class Tracer:
@@ -43,18 +57,20 @@ class Tracer:
         Raises:
             UserCodeError: a builder failed or returned the wrong kind of thing.
         """
-        workload, mode = self.setup.workload, FakeTensorMode(allow_non_fake_inputs=True)
+        workload, mode = self.setup.workload, new_mode()
         try:
             with fake_models(mode):
                 model = workload.build_model()
+                model = model if is_fake(model) else fake_copy(model, mode)
                 return workload.recipe(model, workload.build_optimizer(model))
         except UserCodeError as error:
             if error.__cause__ is None:
                 raise
         self._tensors = Tensors.CONVERTED
+        self._forget_fakes()
         model = workload.build_model()
         with fake_models(mode):
-            as_fake(model, mode)
+            model = fake_copy(model, mode)
             return workload.recipe(model, workload.build_optimizer(model))
 
     def trace(self, size: int, num_micro_batches: int) -> Trace:
@@ -66,7 +82,8 @@ class Tracer:
         self._progress(f"tracing a micro-batch of {size}")
         while True:
             try:
-                trace = trace_training(self.setup, self._tensors, size, num_micro_batches)
+                with redirect_stdout(sys.stderr):
+                    trace = trace_training(self.setup, self._tensors, size, num_micro_batches)
             except KeyboardInterrupt:
                 raise
             except BaseException as error:
@@ -74,24 +91,56 @@ class Tracer:
             else:
                 self._proven()
                 return trace
+            self._forget_fakes()
 
-    def check_values(self, size: int, trace: Trace) -> None:
-        """Run a small model's loss once for real: a NaN or an index out of range has no shape.
+    def check_values(self, unit: int, trace: Trace) -> None:
+        """Run a small model's loss for real, on 2, 4 and 8 ``unit`` samples: values have no shape.
 
         Raises:
             UserCodeError: the loss is not finite, or fails on real tensors.
         """
-        if self.is_real or trace.peak_live_bytes > VALUE_CHECK_BYTES:
+        if not self.is_real and trace.peak_live_bytes > VALUE_CHECK_BYTES:
             return
         workload = self.setup.workload
-        model, batch = workload.build_model(), workload.make_batch(size)
+        with eager():
+            seed_everything()
+            model = own_copy(workload.build_model())
+            small = self._loss(model, 2 * unit)
+            try:
+                medium = self._loss(model, 4 * unit)
+            except UserCodeError:
+                model = own_copy(workload.build_model())
+                medium = self._loss(model, 4 * unit)
+                self._note("fixed-batch-size", FIXED_SIZE)
+                model = own_copy(workload.build_model())
+            large = self._loss(model, 8 * unit)
+        if small > 0 and medium > GROWTH * small and large > GROWTH * medium:
+            self._note("loss-not-a-mean", NOT_A_MEAN.format(large=8 * unit, small=2 * unit, ratio=large / small))
+
+    def _loss(self, model: nn.Module, size: int) -> float:
+        """Zero for a batch without items: its mean is no number, and train.py skips it."""
+        workload = self.setup.workload
+        batch = workload.make_batch(size)
+        num_items = workload.count_items(batch)
         with user_code("compute_loss(model, batch)"):
-            loss = workload.compute_loss(model, batch).item()
+            loss = float(workload.compute_loss(model, batch).detach())
+        if num_items == 0:
+            return 0.0
         if not math.isfinite(loss):
             raise UserCodeError(
                 f"the loss of the first batch is {loss}; training from here cannot work. Look for a division by "
                 "zero, a log of zero, or a batch without targets"
             )
+        return loss
+
+    def _note(self, code: str, message: str) -> None:
+        self.notices.append(Notice(code=code, message=message))
+
+    def _forget_fakes(self) -> None:
+        """After a failure: the next kind of tensors must not meet fake ones that the user's file kept."""
+        gc.collect()
+        if are_fakes_left():
+            self.setup.workload.reload()
 
     def _proven(self) -> None:
         if self.is_real and not self._is_proven:
@@ -99,7 +148,7 @@ class Tracer:
                 "the step reads values of tensors, so it was run for real on the CPU at small batches and "
                 f"extrapolated ({self._why_real})"
             )
-            self.notices.append(Notice(code="real-steps", message=message))
+            self._note("real-steps", message)
         self._is_proven = True
 
     def _step_down(self, error: BaseException, size: int) -> None:
@@ -119,7 +168,7 @@ class Tracer:
 
     def _parameter_bytes(self) -> int:
         try:
-            with fake_models(FakeTensorMode(allow_non_fake_inputs=True)):
+            with fake_models(new_mode()):
                 model = self.setup.workload.build_model()
         except UserCodeError:
             return 0

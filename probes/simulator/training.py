@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import dataclasses
 import gc
-import random
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from contextlib import nullcontext
 from enum import Enum
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from gradplan.probes import step
+from gradplan.probes.batches import seed_everything
 from gradplan.probes.simulator import attention, autocast
-from gradplan.probes.simulator.building import as_fake, fake_models
+from gradplan.probes.simulator.building import are_fakes_left, fake_copy, fake_models, is_fake, new_mode, own_copy
 from gradplan.probes.simulator.semantics import CublasWorkspace, cuda_semantics
 from gradplan.probes.simulator.trace import Recorder, Trace, steady_garbage
-from gradplan.probes.workload import SEED, Workload
+from gradplan.probes.workload import Workload
 
 NUM_STEPS = 2  # optimizer state appears in the first, the second shows the steady state
 aten = torch.ops.aten
@@ -50,31 +52,39 @@ def trace_training(setup: Setup, tensors: Tensors, micro_batch_size: int, num_mi
         UserCodeError: the user's functions failed.
         Exception: whatever the step raised, among it what fake tensors cannot do.
     """
-    workload = setup.workload
-    host_batch = workload.make_batch(micro_batch_size)
+    host_batch = setup.workload.make_batch(micro_batch_size)
     is_real = tensors is Tensors.REAL
-    recorder = Recorder(
-        CublasWorkspace(setup.capability), {**autocast.KERNELS, **(attention.REAL_KERNELS if is_real else {})}
-    )
     if is_real:
         gc.collect()  # the model of the trace before
     with cuda_semantics(setup.capability, not is_real), steady_garbage() as collect:
-        torch.manual_seed(SEED)
-        random.seed(SEED)
-        model = workload.build_model() if tensors is not Tensors.FAKE else None
-        mode = FakeTensorMode(allow_non_fake_inputs=True)
-        with nullcontext() if is_real else fake_models(mode):
-            if model is None:
-                model = workload.build_model()
-            elif not is_real:
-                model = as_fake(model, mode)
-            if setup.precision == "bf16-true":
-                model = model.to(torch.bfloat16)
-            with recorder:
-                recorder.adopt_module(model)
-                _run(
-                    setup, model, recorder, HostBatch(host_batch, setup.precision, recorder), num_micro_batches, collect
-                )
+        seed_everything()
+        trace = _trace(setup, tensors, host_batch, num_micro_batches, collect)
+        collect()
+        were_kept = are_fakes_left()
+    if were_kept:
+        setup.workload.reload()
+    return trace
+
+
+def _trace(setup: Setup, tensors: Tensors, host_batch: Any, num_micro_batches: int, collect: Any) -> Trace:
+    workload, is_real = setup.workload, tensors is Tensors.REAL
+    kernels = {**autocast.KERNELS, **(attention.REAL_KERNELS if is_real else {})}
+    recorder = Recorder(CublasWorkspace(setup.capability), kernels)
+    model = workload.build_model() if tensors is not Tensors.FAKE else None
+    mode = new_mode()
+    with nullcontext() if is_real else fake_models(mode):
+        if is_real and model is not None:
+            model = own_copy(model)
+        elif model is None:
+            model = workload.build_model()
+        if not is_real and not is_fake(model):
+            model = fake_copy(model, mode)
+        if setup.precision == "bf16-true":
+            model = model.to(torch.bfloat16)
+        with recorder:
+            recorder.adopt_module(model)
+            batch = HostBatch(host_batch, setup.precision, recorder)
+            _run(setup, model, recorder, batch, num_micro_batches, collect)
     return recorder.trace()
 
 
@@ -111,7 +121,11 @@ class HostBatch:
             return self._new(batch)
         if isinstance(batch, Mapping):
             moved = {key: self._moved(value) for key, value in batch.items()}
-            return moved if type(batch) is dict else type(batch)(moved)  # type: ignore[call-arg]
+            if not isinstance(batch, MutableMapping):
+                return moved
+            same_kind = copy.copy(batch)
+            same_kind.update(moved)
+            return same_kind
         if isinstance(batch, tuple) and hasattr(batch, "_fields"):
             return type(batch)(*map(self._moved, batch))
         if isinstance(batch, (list, tuple)):
@@ -119,6 +133,9 @@ class HostBatch:
         if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
             fields = {f.name: self._moved(getattr(batch, f.name)) for f in dataclasses.fields(batch) if f.init}
             return dataclasses.replace(batch, **fields)
+        if hasattr(batch, "to"):
+            with self._recorder.paused(), contextlib.suppress(Exception):
+                return copy.deepcopy(batch)  # as new tensors, noted when they are first used
         return batch
 
     def _new(self, tensor: Tensor) -> Tensor:
