@@ -182,7 +182,13 @@ def test_the_same_command_gives_the_same_bytes_and_json_prints_the_plan_alone(pr
 def test_ctrl_c_while_tracing_leaves_no_process_and_no_file(tmp_path: Path) -> None:
     folder = write_project(tmp_path / "job", SLOW)
     process = subprocess.Popen(
-        command("-v"), cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        command("-v"),
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a background job ignores it
     )
     assert process.stderr is not None
     for line in process.stderr:
