@@ -190,10 +190,16 @@ def test_logsumexp_is_fp32_for_each_query_of_each_head(length: int, traced: Trac
 def test_without_a_gradient_there_is_no_logsumexp(traced: Traced) -> None:
     def run() -> None:
         with torch.no_grad():
-            query, key, value = (torch.randn(SHAPE) for _ in range(3))
+            query, key, value = (torch.randn(SHAPE, requires_grad=True) for _ in range(3))
             scaled_dot_product_attention(query, key, value)
 
     assert BATCH * HEADS * LENGTH * 4 not in traced(run).sizes
+
+
+def test_flash_pads_heads_to_a_multiple_of_8(traced: Traced) -> None:
+    """pad_last_dim<8> in aten/src/ATen/native/transformers/attention.cpp."""
+    sizes = traced(attend((BATCH, HEADS, LENGTH, 20), BF16)).sizes
+    assert sizes.count(BATCH * HEADS * LENGTH * 24 * 2) >= 4, "query, key, value, output"
 
 
 @pytest.mark.parametrize(("length", "aligned"), [(64, 64), (65, 80)])

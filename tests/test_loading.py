@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import subprocess
 import sys
 import typing
@@ -144,6 +145,15 @@ def test_an_edited_file_is_read_again() -> None:
     assert load_module(write("model.py", "from data import x\ny = 1")).x == 1
     write("data.py", "x = 'longer'")
     assert load_module(write("model.py", "from data import x\ny = 1")).x == "longer"
+
+
+def test_a_file_that_was_written_since_is_found(folder: Path) -> None:
+    write("model.py", "try:\n    from late import x\nexcept ImportError:\n    x = None")
+    assert load_module(Path("model.py")).x is None
+    before = folder.stat()
+    write("late.py", "x = 1")
+    os.utime(folder, ns=(before.st_atime_ns, before.st_mtime_ns))  # as fast as the clock of the file system is coarse
+    assert load_module(Path("model.py")).x == 1
 
 
 def test_what_the_caller_had_imported_stays_the_same_module(folder: Path) -> None:

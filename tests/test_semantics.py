@@ -101,6 +101,7 @@ def test_each_threads_first_matrix_product_takes_a_workspace_for_good(
         lambda: torch.ones(2, 3) @ torch.ones(3),
         lambda: torch.ones(5, 2, 3) @ torch.ones(5, 3, 2),
         lambda: torch.addmm(torch.ones(2), torch.ones(2, 3), torch.ones(3, 2)),
+        lambda: torch.addmv(torch.ones(2), torch.ones(2, 3), torch.ones(3)),
         lambda: torch.baddbmm(torch.ones(5, 2, 2), torch.ones(5, 2, 3), torch.ones(5, 3, 2)),
         lambda: torch.einsum("ij,jk", torch.ones(2, 3), torch.ones(3, 2)),
         lambda: functional.linear(torch.ones(2, 3), torch.ones(4, 3), torch.ones(4)),
@@ -178,6 +179,15 @@ def test_adams_step_holds_a_temporary_of_all_parameters_by_default(
     a_samples_activations_and_single_numbers = 300
     beyond = num_elements_at_the_peak(trace_of(job)) - parameters_gradients_and_two_moments - temporaries
     assert 0 <= beyond < a_samples_activations_and_single_numbers
+
+
+def test_clipping_takes_the_foreach_implementation(operators: Operators) -> None:
+    def clip() -> None:
+        model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
+        model(torch.ones(1, 2)).sum().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+    assert "_foreach_norm" in operators(clip)
 
 
 ACCUMULATING = sorted(
@@ -260,12 +270,17 @@ def test_everything_is_as_before_after_an_error(on_cpu: OnCpu) -> None:
     assert torch.autocast.__init__ is autocast_before
 
 
-def test_real_steps_run_without_onednn() -> None:
+@pytest.mark.parametrize("before", [True, False])
+def test_real_steps_run_without_onednn(before: bool) -> None:
     """Its LSTM reserves other memory than CUDA's and knows no bf16 on many CPUs."""
-    before = torch._C._get_mkldnn_enabled()
-    with cuda_semantics(A100, are_fake=False):
-        assert not torch._C._get_mkldnn_enabled()
-    assert torch._C._get_mkldnn_enabled() == before
+    was_enabled = torch._C._get_mkldnn_enabled()
+    try:
+        torch._C._set_mkldnn_enabled(before)
+        with cuda_semantics(A100, are_fake=False):
+            assert not torch._C._get_mkldnn_enabled()
+        assert torch._C._get_mkldnn_enabled() == before
+    finally:
+        torch._C._set_mkldnn_enabled(was_enabled)
 
 
 def test_the_simulation_can_be_entered_again_and_again(traced: Traced) -> None:
