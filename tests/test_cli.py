@@ -346,6 +346,7 @@ def test_an_interrupt_ends_quietly_with_130(probe: Probe) -> None:
     result = run("probe", "model.py")
     assert (result.exit_code, result.stdout, result.stderr) == (130, "", "interrupted\n")
     assert written() == []
+    assert written() == []
 
 
 def test_a_full_disk_costs_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
