@@ -387,9 +387,17 @@ def test_operators_that_change_with_the_batch_are_traced_size_by_size(workload: 
     assert answer_of(evidence) == 12
 
 
+QUADRATIC = "wide = x.repeat(32, 1); x = x + (wide @ wide.T).softmax(-1).mean()"
+
+
+def test_a_size_that_needs_more_than_its_curve_says_is_noticed_even_where_it_fits(workload: Load) -> None:
+    evidence = Probe(workload(model_of(QUADRATIC))).gather(None, 16)
+    assert codes(evidence) == ["curve-missed"]
+    assert answer_of(evidence) == 16
+
+
 def test_memory_that_bends_with_the_batch_is_traced_size_by_size(workload: Load) -> None:
-    quadratic = model_of("wide = x.repeat(32, 1); x = x + (wide @ wide.T).softmax(-1).mean()")
-    evidence = Probe(workload(quadratic), free_mib=40).gather(None, 64)
+    evidence = Probe(workload(model_of(QUADRATIC)), free_mib=40).gather(None, 64)
     answer = answer_of(evidence)
     assert codes(evidence) == ["curve-missed"]
     assert {trial.source for trial in evidence.trials} == {"traced"}

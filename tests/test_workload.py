@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import gradplan
 from gradplan.plan import to_json
-from gradplan.probes.batches import num_elements, seed_everything, settings_kept
+from gradplan.probes.batches import num_elements, settings_kept
 from gradplan.probes.errors import UserCodeError
 from gradplan.probes.evidence import Recipe
 from gradplan.probes.simulator.tracer import Tracer
@@ -123,8 +123,9 @@ ON_IMPORT = ("model = nn.Linear(4, 3)\n", "net = nn.Linear(4, 3)\ndef build_mode
 @pytest.mark.parametrize("where", ON_IMPORT)
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
 def test_a_model_built_on_import_stays_as_it_was(where: str, precision: Any) -> None:
-    text = HEAD + BATCH + LOSS + f"torch.manual_seed(1)\n{where}"
+    text = HEAD + BATCH + LOSS + f"torch.manual_seed(1)\n{where}open('imports', 'a').write('x')\n"
     assert probe(text, precision=precision).num_parameters == 15
+    assert Path("imports").read_text() == "x"
     module = sys.modules["model"]
     model = module.model if hasattr(module, "model") else module.net
     torch.manual_seed(1)
@@ -573,8 +574,8 @@ def test_the_same_probe_twice_is_the_same_plan() -> None:
 
 
 def test_the_callers_random_numbers_and_settings_stay_as_they_were() -> None:
-    seed_everything()
-    numpy.random.seed(0)
+    for seed in (random.seed, torch.manual_seed, numpy.random.seed):
+        seed(123)
     before = (random.getstate(), torch.get_rng_state().tolist(), str(numpy.random.get_state()))
     probe("import torch\ntorch.set_default_dtype(torch.float64)\n" + PLAIN)
     after = (random.getstate(), torch.get_rng_state().tolist(), str(numpy.random.get_state()))

@@ -88,7 +88,7 @@ def cuda_semantics(capability: tuple[int, int], are_fake: bool = True) -> Iterat
             if are_fake:
                 recurrent.install(library)
             else:
-                stack.enter_context(_without_onednn())
+                library.impl("lstm.input", lstm_without_onednn, "AutogradCPU")
         stack.enter_context(_foreach_by_default())
         stack.enter_context(_autocast_on_this_device())
         stack.enter_context(eager())
@@ -112,13 +112,12 @@ def _foreach_by_default() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def _without_onednn() -> Iterator[None]:
-    """oneDNN's LSTM reserves more than CUDA's, and knows no bf16 on many CPUs."""
+def lstm_without_onednn(*args: Any) -> Any:
+    """oneDNN's LSTM reserves more than CUDA's, and knows no bf16 on many CPUs; its convolutions stay."""
     was_enabled = torch._C._get_mkldnn_enabled()
     torch._C._set_mkldnn_enabled(False)
     try:
-        yield
+        return aten.lstm.input.decompose(*args)
     finally:
         torch._C._set_mkldnn_enabled(was_enabled)
 
