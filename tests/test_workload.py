@@ -126,18 +126,22 @@ def test_a_model_built_on_import_stays_as_it_was(where: str, precision: Any) -> 
     text = HEAD + BATCH + LOSS + f"torch.manual_seed(1)\n{where}open('imports', 'a').write('x')\n"
     assert probe(text, precision=precision).num_parameters == 15
     assert Path("imports").read_text() == "x"
-    module = sys.modules["model"]
+    assert is_as_imported(sys.modules["model"])
+
+
+@pytest.mark.parametrize("where", ON_IMPORT)
+def test_a_model_built_on_import_stays_as_it_was_after_real_steps(where: str) -> None:
+    loss = LOSS.replace("return", "loss =") + "    assert loss.item() < 1e9\n    return loss\n"
+    text = HEAD + BATCH + loss + f"torch.manual_seed(1)\n{where}"
+    assert "real-steps" in [warning.code for warning in probe(text).warnings]
+    assert is_as_imported(sys.modules["model"])
+
+
+def is_as_imported(module: Any) -> bool:
     model = module.model if hasattr(module, "model") else module.net
     torch.manual_seed(1)
-    same = nn.Linear(4, 3)
-    assert all(torch.equal(*pair) for pair in zip(model.parameters(), same.parameters(), strict=True))
-    assert all(parameter.grad is None for parameter in model.parameters())
-
-
-def test_a_model_built_on_import_may_read_values_in_its_loss() -> None:
-    text = HEAD + BATCH + "model = nn.Linear(4, 3)\n"
-    text += LOSS.replace("return", "loss =") + "    assert loss.item() < 1e9\n    return loss\n"
-    assert "real-steps" in [warning.code for warning in probe(text).warnings]
+    pairs = zip(model.parameters(), nn.Linear(4, 3).parameters(), strict=True)
+    return all(torch.equal(*pair) and pair[0].grad is None for pair in pairs)
 
 
 def test_a_builder_may_read_values_and_mark_parameters() -> None:

@@ -36,7 +36,7 @@ class Curve:
         return fits(self.events, self.at(micro_batch_size).sizes, limit_bytes)
 
     def hint(self, limit_bytes: int, at_most: int) -> int:
-        """About the largest size that fits, from live bytes alone: within a few percent, and quick."""
+        """About the largest size that fits, from live bytes alone: quick, and at most some tenth too large."""
         if self.at(at_most).peak_live_bytes <= limit_bytes:
             return at_most
         low, high = 0, 1
