@@ -27,7 +27,7 @@ FIXED_SIZE = (
     "leaves a short one, train.py fails"
 )
 NOT_A_MEAN = (
-    "the loss of {large} samples is {ratio:.1f} times that of {small}, so it is not a mean over samples: accumulated "
+    "the loss of {large} samples is {ratio:.1f} times that of {small}: if it is no mean over samples, accumulated "
     "micro-batches are not equal to the whole batch. Return a mean, and count_items where it is one over items"
 )
 
