@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable
+from functools import cached_property
 
 import psutil
 import torch
@@ -96,12 +97,12 @@ class Simulation:
 
     def _try_whole(self, per_rank: int) -> Trial | None:
         """A trial of the whole batch at once; None where it cannot be traced, or the batch alone is too much."""
-        per_sample = self._bytes_per_sample()
         too_much = min(self.limit_bytes, psutil.virtual_memory().available // 2)
-        if self._tracer.is_real or per_sample * per_rank > too_much:
+        if self._tracer.is_real or self._bytes_per_sample * per_rank > too_much:
             return None
         return self._try(per_rank, 1)
 
+    @cached_property
     def _bytes_per_sample(self) -> int:
         return _tensor_bytes(self._workload.make_batch(2 * self._unit)) // (2 * self._unit)
 
@@ -125,7 +126,7 @@ class Simulation:
             self._note("search-ended", f"the search ended at {best} samples: memory hardly grows with the batch")
         if self._tracer.is_real:
             return
-        if self._bytes_per_sample() * best > psutil.virtual_memory().available // 2:
+        if self._bytes_per_sample * best > psutil.virtual_memory().available // 2:
             self._note("not-confirmed", f"a batch of {best} is too large for this machine's memory to be traced itself")
         elif best:
             self._confirm(best, curve, num_micro_batches, at_most)

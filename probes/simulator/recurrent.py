@@ -17,30 +17,13 @@ SAVED = {"lstm": 6, "gru": 5, "rnn_tanh": 2, "rnn_relu": 2}
 def install(library: Library) -> None:
     """Replace LSTM, GRU and RNN on fake tensors for as long as ``library`` lives."""
     for name, num_saved in SAVED.items():
-        library.impl(f"{name}.input", _lstm if name == "lstm" else _with_one_state(num_saved), "AutogradCPU")
+        library.impl(f"{name}.input", _layer(num_saved), "AutogradCPU")
 
 
-def _lstm(
-    input: Tensor,
-    states: list[Tensor],
-    weights: list[Tensor],
-    has_biases: bool,
-    num_layers: int,
-    dropout: float,
-    train: bool,
-    bidirectional: bool,
-    batch_first: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    hidden, cell = states
-    num_saved = SAVED["lstm"] * cell.size(-1) * cell.size(0) if train else 0
-    out, hidden, cell = _cudnn_rnn(num_saved, batch_first, bidirectional, input, hidden, cell, *weights)
-    return out, hidden, cell
-
-
-def _with_one_state(factor: int) -> Callable[..., tuple[Tensor, Tensor]]:
+def _layer(factor: int) -> Callable[..., tuple[Tensor, ...]]:
     def layer(
         input: Tensor,
-        hidden: Tensor,
+        states: Tensor | list[Tensor],
         weights: list[Tensor],
         has_biases: bool,
         num_layers: int,
@@ -48,10 +31,12 @@ def _with_one_state(factor: int) -> Callable[..., tuple[Tensor, Tensor]]:
         train: bool,
         bidirectional: bool,
         batch_first: bool,
-    ) -> tuple[Tensor, Tensor]:
-        num_saved = factor * hidden.size(-1) * hidden.size(0) if train else 0
-        out, hidden, _ = _cudnn_rnn(num_saved, batch_first, bidirectional, input, hidden, None, *weights)
-        return out, hidden
+    ) -> tuple[Tensor, ...]:
+        hidden, cell = (states, None) if isinstance(states, Tensor) else states
+        widest = hidden if cell is None else cell  # an LSTM's hidden state may be projected
+        num_saved = factor * widest.size(-1) * widest.size(0) if train else 0
+        out, hidden, cell = _cudnn_rnn(num_saved, batch_first, bidirectional, input, hidden, cell, *weights)
+        return (out, hidden) if cell is None else (out, hidden, cell)
 
     return layer
 
