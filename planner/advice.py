@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import shlex
 
 from gradplan.goal import Goal, Target
 from gradplan.probes.evidence import Evidence, Notice, Recipe
@@ -57,6 +59,41 @@ def batch_notices(target: Target, effective: int) -> list[Notice]:
         "set BATCH_SIZE or --effective-batch"
     )
     return [Notice(code="no-effective-batch", message=message)]
+
+
+def evidence_notices(recipe: Recipe, evidence: Evidence, goal: Goal, largest: int) -> list[Notice]:
+    """Where larger micro-batches than ``largest`` may fit, and nobody tried."""
+    message = (
+        f"micro-batches larger than {largest} were not tried for this batch; to try them: "
+        f"{_probe_again(recipe, evidence, goal)}"
+    )
+    return [Notice(code="larger-not-tried", message=message)]
+
+
+def nothing_to_accumulate(recipe: Recipe, evidence: Evidence, goal: Goal) -> str:
+    """Why evidence of a whole batch in one micro-batch does not do for several, and what to type."""
+    return (
+        "the step was only tried with one micro-batch, and the gradients that accumulation keeps may not fit beside "
+        f"it; type: {_probe_again(recipe, evidence, goal)}"
+    )
+
+
+def _probe_again(recipe: Recipe, evidence: Evidence, goal: Goal) -> str:
+    options = {
+        "--device": evidence.device.slug,
+        "--precision": "" if goal.precision == "32-true" else goal.precision,
+        "--effective-batch": str(goal.effective_batch or ""),
+        "--world-size": "" if goal.world_size == 1 else str(goal.world_size),
+    }
+    given = [part for name, value in options.items() if value for part in (name, quoted(value))]
+    return " ".join(["gradplan probe", quoted(recipe.model), *given])
+
+
+def quoted(argument: str) -> str:
+    """As the shell needs it."""
+    if os.name == "nt":
+        return f'"{argument}"' if " " in argument else argument
+    return shlex.quote(argument)
 
 
 def rate_notices(recipe: Recipe, rule: Rule | None, effective: int, scale: float) -> list[Notice]:

@@ -1,4 +1,4 @@
-"""Python source as text: cut out the functions that are called, keep the imports that are used. Pure."""
+"""Python source as text: cut out the functions and classes that are used, keep their imports. Pure."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
 
-def needed_functions(frame: str, sources: Iterable[str]) -> list[str]:
-    """The text of each function that the frame calls, and of those that these call, in the sources' order."""
+def needed_definitions(frame: str, sources: Iterable[str]) -> list[str]:
+    """The text of each function and class that the frame uses, and of those that these use, in the sources' order."""
     bodies: dict[str, str] = {}
     for source in sources:
-        bodies.update(_functions(source))
+        bodies.update(definitions(source))
     needed: set[str] = set()
     found = _names_used(frame) & bodies.keys()
     while found:
@@ -22,13 +22,15 @@ def needed_functions(frame: str, sources: Iterable[str]) -> list[str]:
     return [body for name, body in bodies.items() if name in needed]
 
 
-def _functions(source: str) -> dict[str, str]:
+def definitions(source: str) -> dict[str, str]:
+    """The text of each function and class of a file, by its name."""
     lines = source.splitlines()
-    return {
-        node.name: "\n".join(lines[node.lineno - 1 : node.end_lineno])
-        for node in ast.parse(source).body
-        if isinstance(node, ast.FunctionDef)
-    }
+    found = {}
+    for node in ast.parse(source).body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+            found[node.name] = "\n".join(lines[first - 1 : node.end_lineno])
+    return found
 
 
 def _names_used(source: str) -> set[str]:
@@ -36,20 +38,31 @@ def _names_used(source: str) -> set[str]:
 
 
 def with_needed_imports(text: str, sources: Iterable[str]) -> str:
-    """The frame's imports and those of the sources as one sorted block, without what is not used."""
+    """The frame's imports and those of the sources as one sorted block, without what is not used.
+
+    What a source imports of gradplan is pasted, and not imported.
+    """
     used = _names_used(text)
     frame = _imports(text)
     plain: set[str] = set()
     members: defaultdict[str, set[str]] = defaultdict(set)
     for node in itertools.chain(frame, *map(_imports, sources)):
-        names = {alias.name for alias in node.names if alias.name.partition(".")[0] in used}
+        names = {_as_written(alias) for alias in node.names if _bound(alias) in used}
         if isinstance(node, ast.Import):
             plain |= names
-        elif names:
+        elif names and not str(node.module).startswith("gradplan"):
             members[str(node.module)] |= names
     lines = text.splitlines()
     before, after = lines[: frame[0].lineno - 1], lines[frame[-1].lineno :]
     return "\n".join([*before, *_import_lines(plain, members), *after]) + "\n"
+
+
+def _bound(alias: ast.alias) -> str:
+    return alias.asname or alias.name.partition(".")[0]
+
+
+def _as_written(alias: ast.alias) -> str:
+    return f"{alias.name} as {alias.asname}" if alias.asname else alias.name
 
 
 def _imports(source: str) -> list[ast.Import | ast.ImportFrom]:

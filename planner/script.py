@@ -20,12 +20,19 @@ from typing import Any
 
 from jinja2 import Environment, StrictUndefined, Template
 
-from gradplan.paste import needed_functions, with_needed_imports
+from gradplan.paste import definitions, needed_definitions, with_needed_imports
 from gradplan.plan import Plan
 from gradplan.probes.evidence import Recipe
 from gradplan.units import format_bytes
 
-_SOURCES = (("gradplan", "window.py"), ("gradplan.probes", "step.py"))
+_SOURCES = (  # the title of the section in train.py, and where it comes from
+    ("How a step is split", "gradplan", "window.py"),
+    ("The training step", "gradplan.probes", "step.py"),
+    ("Lightning's methods without its Trainer", "gradplan.probes", "lightning.py"),
+    ("The same samples and random numbers after --resume", "gradplan.probes", "drawing.py"),
+    ("What the ranks tell each other", "gradplan.probes", "ranks.py"),
+    ("Checkpoints", "gradplan.probes", "checkpoints.py"),
+)
 _OURS = {
     "compute_loss": "model_loss",
     "build_optimizer": "build_adamw",
@@ -42,10 +49,16 @@ def render(plan: Plan, script_path: Path, model_path: Path) -> str:
     """
     template = _frame()
     context = _context(plan, script_path, model_path)
-    sources = [_read(package, name) for package, name in _SOURCES]
+    sources = {title: _read(package, name) for title, package, name in _SOURCES}
     frame = template.render(context, functions="")
-    text = template.render(context, functions="\n\n\n".join(needed_functions(frame, sources)))
-    return seal(with_needed_imports(text, sources))
+    needed = set(needed_definitions(frame, sources.values()))
+    sections = [
+        "\n\n\n".join([f"# {title}", *found])
+        for title, source in sources.items()
+        if (found := [text for text in definitions(source).values() if text in needed])
+    ]
+    text = template.render(context, functions="\n\n\n".join(sections))
+    return seal(with_needed_imports(text, sources.values()))
 
 
 def seal(text: str) -> str:
@@ -73,18 +86,20 @@ def _read(package: str, name: str) -> str:
 def _context(plan: Plan, script_path: Path, model_path: Path) -> dict[str, Any]:
     recipe = plan.recipe
     names = frozenset(recipe.names)
-    multiple = recipe.batch_multiple
-    has_dataset = "build_dataset" in names and recipe.dataset_length is not None
     # A plan of ones was tried with one sample: then this model's BatchNorm averages over more than samples.
-    drops_lone_samples = recipe.has_batch_norm and multiple == 1 and plan.max_micro_batch_size > 1
+    drops_lone_samples = recipe.has_batch_norm and recipe.batch_multiple == 1 and plan.max_micro_batch_size > 1
+    has_dataset = "build_dataset" in names and not recipe.is_stream
     return {
         "plan": plan,
         "names": names,
-        "multiple": multiple,
+        "multiple": recipe.batch_multiple,
+        "num_counts": recipe.num_counts or int("count_items" in names),
         "has_dataset": has_dataset,
+        "is_stream": recipe.is_stream,
         "is_scaled": plan.precision == "16-mixed",
+        "is_configured": "configure_optimizers" in recipe.lightning,
+        "is_scheduled": "schedule" in recipe.lightning,
         "drops_lone_samples": drops_lone_samples,
-        "left_out_reason": _left_out_reason(multiple, drops_lone_samples),
         "headline": _headline(plan, model_path.name),
         "script_name": script_path.name,
         "model_name": model_path.name,
@@ -94,10 +109,25 @@ def _context(plan: Plan, script_path: Path, model_path: Path) -> dict[str, Any]:
         "base_batch_note": "" if plan.base_batch_size is None else f", for a batch of {plan.base_batch_size}",
         "factor_reason": _factor_reason(plan),
         "rate_factors": _rate_factors(plan),
+        "run": ", run_loss_by_loss" if plan.backward == "sequential" else "",
+        "collate": _collate(names),
+        "validation_collate": _collate(names, "collate_fn_validation"),
         "build_model": _build_model(recipe),
         "may_be_built_on_import": _build_model(recipe) != f"model_py.{recipe.builder}()",
-        **{name: f"model_py.{name}" if name in names else ours for name, ours in _OURS.items()},
+        **_builders(recipe, names),
     }
+
+
+def _builders(recipe: Recipe, names: frozenset[str]) -> dict[str, str]:
+    found = {name: f"model_py.{name}" if name in names else ours for name, ours in _OURS.items()}
+    if "training_step" in recipe.lightning:
+        found["compute_loss"] = "training_step_loss"
+    return found
+
+
+def _collate(names: frozenset[str], *others: str) -> str:
+    name = next((name for name in (*others, "collate_fn") if name in names), None)
+    return "default_collate" if name is None else f"model_py.{name}"
 
 
 _LIMIT_REASONS = {
@@ -147,10 +177,7 @@ def _window(plan: Plan) -> str:
     sizes = " + ".join(str(size) if count == 1 else f"{count} x {size}" for size, count in runs)
     batch = plan.effective_batch_size
     if plan.world_size > 1:
-        return (
-            f"{sizes} samples on each of {plan.world_size} ranks were planned; this script is one process, "
-            f"and splits all {batch} by the same rule"
-        )
+        return f"{sizes} samples on each of {plan.world_size} ranks, {batch} in all; other numbers of ranks work too"
     if plan.accumulation_steps == 1:
         return f"{sizes} samples at once"
     return f"{sizes} samples, weighted so that their gradients add up to that of the mean over all {batch}"
@@ -181,12 +208,6 @@ def _rate_factors(plan: Plan) -> list[str]:
         "LEARNING_RATE_MULTIPLIER": plan.learning_rate_multiplier,
     }
     return [name for name, factor in factors.items() if factor != 1]
-
-
-def _left_out_reason(multiple: int, drops_lone_samples: bool) -> str:
-    if multiple > 1:
-        return "too few for {BATCH_MULTIPLE}"
-    return "alone in a micro-batch" if drops_lone_samples else ""
 
 
 def _path_from(script_path: Path, model_path: Path) -> str:

@@ -27,3 +27,22 @@ def split_window(num_samples: int, at_most: int, multiple: int = 1) -> list[int]
     count = next(equal, fewest)
     size, num_larger = divmod(units, count)
     return [(size + 1) * multiple] * num_larger + [size * multiple] * (count - num_larger)
+
+
+def split_over_ranks(num_samples: int, num_ranks: int, at_most: int, multiple: int = 1) -> list[list[int]]:
+    """Sizes of the micro-batches of one optimizer step, for every rank.
+
+    The ranks' parts differ by at most one ``multiple``, the first ranks have the larger ones; where there are
+    too few samples, the last have none.
+
+    >>> split_over_ranks(7, 2, 2)
+    [[2, 2], [2, 1]]
+
+    Raises:
+        ValueError: as ``split_window``, or no rank.
+    """
+    if num_ranks < 1 or num_samples % multiple:
+        raise ValueError(f"{num_samples} do not split into multiples of {multiple} over {num_ranks} ranks")
+    units, num_larger = divmod(num_samples // multiple, num_ranks)
+    parts = [(units + 1) * multiple] * num_larger + [units * multiple] * (num_ranks - num_larger)
+    return [split_window(part, at_most, multiple) if part else [] for part in parts]

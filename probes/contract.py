@@ -73,20 +73,23 @@ def learning_rates(optimizer: Optimizer) -> list[float | None]:
     return [None if rate is None else float(rate) for rate in rates]
 
 
-def checked_dataset(dataset: Any, has_build_batch: bool) -> Any:
-    """The dataset that ``build_dataset`` returned.
+def checked_dataset(dataset: Any, has_build_batch: bool, builder: str = "build_dataset") -> Any:
+    """The dataset that ``builder`` returned.
 
     Raises:
         UserCodeError: it is not one dataset, or samples cannot be picked from it and there is no ``build_batch``.
     """
     if isinstance(dataset, (tuple, list)) and any(isinstance(part, Dataset) for part in dataset):
         kind = type(dataset).__name__
-        raise UserCodeError(f"build_dataset() returned a {kind} of {len(dataset)} datasets; return the one to train on")
+        raise UserCodeError(f"{builder}() returned a {kind} of {len(dataset)} datasets; return the one to train on")
     if isinstance(dataset, IterableDataset):
         if not has_build_batch:
-            raise UserCodeError("build_dataset() returned an IterableDataset: define build_batch(batch_size) as well")
+            remedy = (
+                "define build_batch(batch_size) as well" if builder == "build_dataset" else "return one of a length"
+            )
+            raise UserCodeError(f"{builder}() returned an IterableDataset: {remedy}")
     elif isinstance(dataset, type) or not hasattr(dataset, "__getitem__"):
-        raise UserCodeError(f"build_dataset() returned {_kind(dataset)}; it must return a torch.utils.data.Dataset")
+        raise UserCodeError(f"{builder}() returned {_kind(dataset)}; it must return a torch.utils.data.Dataset")
     return dataset
 
 

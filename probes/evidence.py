@@ -10,6 +10,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 Precision = Literal["32-true", "bf16-mixed", "16-mixed", "bf16-true"]
+Backward = Literal["joint", "sequential"]
 
 
 class Frozen(BaseModel):
@@ -50,6 +51,15 @@ class Trial(Frozen):
     step_seconds: float | None = None
 
 
+class BackwardPeak(Frozen):
+    """What several losses need at one micro-batch size, summed for one backward or with one after each."""
+
+    backward: Backward
+    micro_batch_size: int = Field(ge=1)
+    peak_allocated_bytes: int
+    peak_reserved_bytes: int
+
+
 class Capacity(Frozen):
     """What another GPU could hold, replayed from the same traces."""
 
@@ -61,6 +71,8 @@ class Evidence(Frozen):
     """Every trial of one probe, and what the device may give.
 
     ``limit_bytes`` is what the allocator may take: (memory - context - other use) x (1 - headroom).
+    ``backward`` is the form that was tried: "sequential" runs it after each of several losses. Where both forms
+    exist, ``backward_peaks`` compares them at one size.
     """
 
     kind: Literal["simulated", "measured"]
@@ -68,6 +80,8 @@ class Evidence(Frozen):
     limit_bytes: int
     trials: tuple[Trial, ...]
     others: tuple[Capacity, ...] = ()
+    backward: Backward = "joint"
+    backward_peaks: tuple[BackwardPeak, ...] = ()
     notices: tuple[Notice, ...] = ()
 
 
@@ -76,7 +90,10 @@ class Recipe(Frozen):
 
     ``model`` is the path as the user typed it; ``builder`` is the name in that file that gives the model: a
     function, a class, or a module; ``names`` are the names of the contract that the file defines.
-    ``base_batch_size`` and ``base_learning_rate`` are None where nobody said them.
+    ``base_batch_size`` and ``base_learning_rate`` are None where nobody said them. ``num_counts`` is how many
+    numbers ``count_items`` gives, None without it. ``is_stream``: the dataset can only be read in order.
+    ``lightning`` says what a Lightning module gives in the place of ``compute_loss``, ``build_optimizer`` and
+    ``build_scheduler``.
     """
 
     model: str
@@ -89,4 +106,7 @@ class Recipe(Frozen):
     dataset_length: int | None = None
     batch_multiple: int = 1
     has_batch_norm: bool = False
+    num_counts: int | None = None
+    is_stream: bool = False
+    lightning: tuple[Literal["training_step", "configure_optimizers", "schedule"], ...] = ()
     notices: tuple[Notice, ...] = ()

@@ -16,6 +16,7 @@ from gradplan.probes.search import largest
 from gradplan.probes.simulator import allocator
 from gradplan.probes.simulator.catalogue import Gpu
 from gradplan.probes.simulator.curve import Curve
+from gradplan.probes.simulator.forms import Forms
 from gradplan.probes.simulator.trace import Trace
 from gradplan.probes.simulator.tracer import Tracer
 from gradplan.probes.simulator.training import Setup
@@ -80,6 +81,9 @@ class Simulation:
         self._tracer.check_values(self._unit, small)
         self._notices += self._workload.batch_size_notices(2 * self._unit)
         ceiling = at_most or MOST_SAMPLES
+        forms = self._choose_backward(num_micro_batches, ceiling)
+        if forms is not None and self._tracer.backward is not None:
+            small = forms.traces[self._tracer.backward][0]
         whole = self._try_whole(per_rank) if per_rank is not None and per_rank == at_most else None
         fits_whole = whole is not None and whole.fits
         curve = None if fits_whole and not others else self._curve(small, num_micro_batches)
@@ -92,8 +96,23 @@ class Simulation:
             limit_bytes=self.limit_bytes,
             trials=tuple(self._trials.values()),
             others=tuple(self._capacity(gpu, curve, whole, ceiling) for gpu in others) if curve else (),
+            backward=self._tracer.backward or "joint",
+            backward_peaks=() if forms is None else forms.peaks(self._largest_tried()),
             notices=(*self._tracer.notices, *self._notices),
         )
+
+    def _choose_backward(self, num_micro_batches: int, at_most: int) -> Forms | None:
+        """For several losses: from here on, every trace is of the form that needs less."""
+        if not self._workload.yields_losses:
+            return None
+        forms = Forms(self._tracer, self._unit, num_micro_batches)
+        self._notices += forms.notices
+        self._tracer.backward = forms.best(self.limit_bytes, at_most)
+        return forms
+
+    def _largest_tried(self) -> int:
+        fitting = (trial.micro_batch_size for trial in self._trials.values() if trial.fits)
+        return max(fitting, default=2 * self._unit)
 
     def _try_whole(self, per_rank: int) -> Trial | None:
         """A trial of the whole batch at once; None where it cannot be traced, or the batch alone is too much."""

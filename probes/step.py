@@ -2,14 +2,15 @@
 
 The simulator, trials on a device, the tests and train.py all run these functions: train.py holds the ones it
 needs as a verbatim copy, so this file imports only torch and the standard library, and every function stands
-alone or calls others of this file.
+alone or calls others that are copied with it.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-import inspect
+import functools
+import itertools
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
@@ -20,6 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
+
+from gradplan.probes.ranks import add_up, add_up_over_ranks
 
 
 def move_to(batch: Any, device: torch.device, dtype: torch.dtype | None = None) -> Any:
@@ -68,61 +71,120 @@ def check_loss(loss: Any) -> Tensor:
     Raises:
         TypeError: it is something else; the message says what to write instead.
     """
-    if inspect.isgenerator(loss):
-        raise TypeError("compute_loss yields several losses; return one scalar, for example their sum")
     if isinstance(loss, (tuple, list, dict)):
         raise TypeError(
-            f"compute_loss returned a {type(loss).__name__} of {len(loss)}; return one scalar tensor, "
-            "for example the sum of the losses"
+            f"compute_loss returned a {type(loss).__name__} of {len(loss)}; yield the losses one by one, "
+            "which needs the memory of one graph at a time, or return their sum"
         )
     if not isinstance(loss, Tensor):
-        raise TypeError(f"compute_loss returned {type(loss).__name__}; return one scalar tensor")
+        raise TypeError(f"compute_loss gave {type(loss).__name__}; it must be one scalar tensor")
     if loss.numel() != 1:
         shape = tuple(loss.shape)
-        raise TypeError(f"compute_loss returned a tensor of shape {shape}; return one scalar: .mean()?")
+        raise TypeError(f"compute_loss gave a tensor of shape {shape}; it must be one scalar: .mean()?")
     if not loss.requires_grad:
         raise TypeError("the loss has no gradient: it does not depend on a parameter that requires grad")
     return loss
+
+
+def share_of_each(share: float | Sequence[float]) -> Iterator[float]:
+    """One share per loss; a single one serves every loss."""
+    if isinstance(share, Sequence):
+        return iter(share) if len(share) > 1 else itertools.repeat(share[0])
+    return itertools.repeat(share)
+
+
+def next_share(shares: Iterator[float]) -> float:
+    """The share of the loss that has just been yielded.
+
+    Raises:
+        TypeError: count_items gave fewer numbers than there are losses.
+    """
+    try:
+        return next(shares)
+    except StopIteration:
+        raise TypeError("compute_loss yields more losses than count_items gives numbers") from None
 
 
 def run_micro_batch(
     model: nn.Module,
     batch: Any,
     compute_loss: Callable[[nn.Module, Any], Any],
-    share: float,
+    share: float | Sequence[float],
     autocast: AbstractContextManager[Any],
     backward: Callable[[Tensor], Any] = Tensor.backward,
 ) -> Tensor:
-    """Forward and backward of one micro-batch, whose graph is freed on return.
+    """Forward and one backward of a micro-batch, whose graph is freed on return; several losses are summed.
 
-    ``share`` is its part of the window: samples here / samples of the window. Returns the loss times
-    ``share``, a detached scalar, so that a window's results add up to the mean over all its samples.
+    ``share`` is its part of the window: items here / items of the window, one number or one per loss. Returns
+    the loss times its share, a detached scalar, so that a window's results add up to the mean over its items.
     """
+    shares = share_of_each(share)
     with autocast:
-        loss = check_loss(compute_loss(model, batch)) * share
+        losses = compute_loss(model, batch)
+        weighted = [
+            check_loss(loss) * part
+            for loss in (losses if isinstance(losses, Iterator) else (losses,))
+            if (part := next_share(shares)) > 0  # a mean over no items is NaN, and stays out
+        ]
+        if not weighted:
+            raise TypeError("compute_loss yielded no loss")
+        loss = functools.reduce(torch.add, weighted)
     backward(loss)
     return loss.detach().float().reshape(())
 
 
+def run_loss_by_loss(
+    model: nn.Module,
+    batch: Any,
+    compute_loss: Callable[[nn.Module, Any], Any],
+    share: float | Sequence[float],
+    autocast: AbstractContextManager[Any],
+    backward: Callable[[Tensor], Any] = Tensor.backward,
+) -> Tensor:
+    """As ``run_micro_batch``, with a backward after each loss that ``compute_loss`` yields.
+
+    A graph is freed before the next one is built, so that only one is in memory; the gradients are equal.
+    What follows the last ``yield`` runs too: it carries the gradient back through a trunk that was cut.
+    """
+    shares = share_of_each(share)
+    losses = compute_loss(model, batch)
+    results = []
+    while True:
+        with autocast:
+            loss = next(losses, None)
+            if loss is None:
+                break
+            part = next_share(shares)
+            loss = check_loss(loss) * part
+        if part > 0:  # a mean over no items is NaN, and stays out
+            backward(loss)
+            results.append(loss.detach().float().reshape(()))
+        del loss  # else its graph would live until the next one is built
+    if not results:
+        raise TypeError("compute_loss yielded no loss")
+    return torch.stack(results).sum()
+
+
 def accumulate(
     model: nn.Module,
-    window: Iterable[tuple[Any, float]],
+    window: Iterable[tuple[Any, float | Sequence[float]]],
     compute_loss: Callable[[nn.Module, Any], Any],
     device: torch.device,
     precision: str = "32-true",
+    run: Callable[..., Tensor] = run_micro_batch,
     backward: Callable[[Tensor], Any] = Tensor.backward,
 ) -> Tensor:
     """Gradients of the whole window's mean loss, summed in ``.grad`` one micro-batch at a time.
 
-    ``window`` gives (batch on the CPU, share); the shares sum to 1. Returns the mean loss over the window's
-    samples, a scalar on ``device``.
+    ``window`` gives (batch on the CPU, share), as ``run`` takes them; the shares sum to 1 over the window and
+    all ranks. Returns the sum of the results, a scalar on ``device``.
     """
     dtype = torch.bfloat16 if precision == "bf16-true" else None
     window_loss = torch.zeros((), device=device)
     for batch, share in window:
         autocast = autocast_for(device, precision)
         # The batch on the device has no name here, so that it is freed before the next one is moved.
-        loss = run_micro_batch(model, move_to(batch, device, dtype), compute_loss, share, autocast, backward)
+        loss = run(model, move_to(batch, device, dtype), compute_loss, share, autocast, backward)
         window_loss += loss
     return window_loss
 
@@ -145,15 +207,20 @@ def step_optimizer(model: nn.Module, optimizer: Optimizer, max_grad_norm: float 
 def train_window(
     model: nn.Module,
     optimizer: Optimizer,
-    window: Iterable[tuple[Any, float]],
+    window: Iterable[tuple[Any, float | Sequence[float]]],
     compute_loss: Callable[[nn.Module, Any], Any],
     device: torch.device,
     precision: str = "32-true",
     max_grad_norm: float | None = None,
+    run: Callable[..., Tensor] = run_micro_batch,
 ) -> Tensor:
-    """One optimizer step over a window. Returns the window's mean loss, a scalar on ``device``."""
+    """One optimizer step over a window, of which every rank runs its part.
+
+    Returns the window's mean loss over all ranks, a scalar on ``device``.
+    """
     optimizer.zero_grad(set_to_none=True)
-    window_loss = accumulate(model, window, compute_loss, device, precision)
+    window_loss = accumulate(model, window, compute_loss, device, precision, run)
+    add_up_over_ranks(model, window_loss)
     step_optimizer(model, optimizer, max_grad_norm)
     return window_loss
 
@@ -161,7 +228,12 @@ def train_window(
 def step_optimizer_scaled(
     model: nn.Module, optimizer: Optimizer, scaler: torch.amp.GradScaler, max_grad_norm: float | None = None
 ) -> bool:
-    """Unscale, clip, step, update: once per window. False where a gradient overflowed: no step was taken."""
+    """Unscale, clip, step, update: once per window. False where no step was taken, as a gradient overflowed.
+
+    A window without items has no gradients, and nothing to do.
+    """
+    if all(parameter.grad is None for parameter in model.parameters()):
+        return True
     scaler.unscale_(optimizer)
     if max_grad_norm is not None:
         torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
@@ -174,43 +246,58 @@ def step_optimizer_scaled(
 def train_window_scaled(
     model: nn.Module,
     optimizer: Optimizer,
-    window: Iterable[tuple[Any, float]],
+    window: Iterable[tuple[Any, float | Sequence[float]]],
     compute_loss: Callable[[nn.Module, Any], Any],
     device: torch.device,
     scaler: torch.amp.GradScaler,
     max_grad_norm: float | None = None,
+    run: Callable[..., Tensor] = run_micro_batch,
 ) -> tuple[Tensor, bool]:
     """One optimizer step in 16-mixed, whose small gradients need a scaled loss.
 
-    Returns the window's mean loss, and whether the step was taken.
+    Returns the window's mean loss over all ranks, and whether the step was taken.
     """
 
     def backward(loss: Tensor) -> None:
         torch.autograd.backward(scaler.scale(loss))
 
     optimizer.zero_grad(set_to_none=True)
-    window_loss = accumulate(model, window, compute_loss, device, "16-mixed", backward)
+    window_loss = accumulate(model, window, compute_loss, device, "16-mixed", run, backward)
+    add_up_over_ranks(model, window_loss)
     return window_loss, step_optimizer_scaled(model, optimizer, scaler, max_grad_norm)
 
 
-def shares_of(counts: Sequence[float]) -> list[float]:
-    """Each micro-batch's part of its window: items here / items of the window; zeros for an empty window."""
-    total = sum(counts)
-    return [count / total if total else 0.0 for count in counts]
+@torch.no_grad()
+def evaluate(
+    model: nn.Module,
+    batches: Iterable[tuple[Any, Sequence[float]]],
+    compute_loss: Callable[[nn.Module, Any], Any],
+    device: torch.device,
+    precision: str = "32-true",
+    num_counts: int = 1,
+) -> Tensor:
+    """The mean loss over all items of all ranks, without gradients; several losses are summed.
 
-
-def shuffled(num_samples: int, seed: int, epoch: int) -> list[int]:
-    """The order of one epoch: a function of (seed, epoch) alone."""
-    generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
-    return torch.randperm(num_samples, generator=generator).tolist()
-
-
-def cut(indices: list[int], sizes: Iterable[int]) -> Iterator[list[int]]:
-    """Consecutive pieces of the given sizes."""
-    start = 0
-    for size in sizes:
-        yield indices[start : start + size]
-        start += size
+    ``batches`` gives (batch on the CPU, counts): over how many items each loss is a mean, ``num_counts``
+    numbers; a single one serves every loss. The model is in evaluation mode inside, and as before afterwards.
+    """
+    was_training = model.training
+    model.eval()
+    dtype = torch.bfloat16 if precision == "bf16-true" else None
+    sums = torch.zeros(2, num_counts, device=device)  # losses x items, items
+    for batch, counts in batches:
+        with autocast_for(device, precision):
+            losses = compute_loss(model, move_to(batch, device, dtype))
+            values = [loss.float() for loss in (losses if isinstance(losses, Iterator) else (losses,))]
+        if num_counts == 1:
+            values = [torch.stack(values).sum()]
+        for index, (value, count) in enumerate(zip(values, counts, strict=True)):
+            if count > 0:  # a mean over no items is NaN, and stays out
+                sums[0, index] += value * count
+                sums[1, index] += count
+    model.train(was_training)
+    add_up(sums)
+    return (sums[0] / sums[1].clamp(min=1e-30)).sum()
 
 
 def build_adamw(model: nn.Module, lr: float) -> Optimizer:
@@ -219,9 +306,13 @@ def build_adamw(model: nn.Module, lr: float) -> Optimizer:
 
 
 def scale_learning_rates(optimizer: Optimizer, factor: float) -> None:
-    """Multiply every group's learning rate, so that the groups keep their ratios."""
+    """Multiply every group's learning rate, so that the groups keep their ratios.
+
+    Also the rates that a schedule has put there already.
+    """
     for group in optimizer.param_groups:
-        group["lr"] = group["lr"] * factor  # not in place: groups may share one tensor
+        for key in {"lr", "initial_lr", "max_lr", "min_lr"} & group.keys():
+            group[key] = group[key] * factor  # not in place: groups may share one tensor
 
 
 def warm_up_then_cosine(optimizer: Optimizer, num_steps: int) -> LambdaLR:

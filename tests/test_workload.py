@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import random
-import re
 import sys
 from collections import UserDict, defaultdict
 from collections.abc import Iterator
@@ -333,23 +332,28 @@ class Net(nn.Module):
         workload.compute_loss(workload.build_model(), workload.make_batch(2))
 
 
-def test_a_training_step_is_answered_with_the_lines_that_call_it() -> None:
-    text = (
-        HEAD
-        + BATCH
-        + """
+TRAINING_STEP = """
 class Net(nn.Linear):
     def __init__(self):
         super().__init__(4, 3)
-    def training_step(self, batch, index):
-        return self(batch[0]).sum()
+    def training_step(self, batch{index}):
+        loss = self(batch[0]).sum()
+        return {returned}
 """
-    )
+
+
+@pytest.mark.parametrize(("index", "returned"), [(", batch_idx", "loss"), ("", "loss"), ("", "{'loss': loss, 'x': 1}")])
+def test_a_training_step_gives_the_loss(index: str, returned: str) -> None:
+    workload = load(HEAD + BATCH + TRAINING_STEP.format(index=index, returned=returned))
+    assert workload.compute_loss(workload.build_model(), workload.make_batch(2)).ndim == 0
+
+
+def test_a_module_that_optimizes_by_hand_is_told_what_to_define() -> None:
+    text = HEAD + BATCH + TRAINING_STEP.format(index="", returned="loss") + "    automatic_optimization = False\n"
     workload = load(text)
     message = refused(workload.compute_loss, workload.build_model(), workload.make_batch(2))
-    lines = message.split("\n\n")[1]
-    workload = load(text + re.sub("(?m)^    ", "", lines))
-    assert workload.compute_loss(workload.build_model(), workload.make_batch(2)).ndim == 0
+    assert "Net optimizes by hand" in message
+    assert "define compute_loss(model, batch) and build_optimizer(model, lr)" in message
 
 
 # Data

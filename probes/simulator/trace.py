@@ -20,10 +20,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 @dataclass(frozen=True)
 class Trace:
-    """What one run asked of the allocator, in order."""
+    """What one run asked of the allocator, in order; ``trained`` names the parameters that got a gradient."""
 
     events: tuple[int, ...]
     sizes: tuple[int, ...]
+    trained: frozenset[str] = frozenset()
 
     @property
     def peak_live_bytes(self) -> int:

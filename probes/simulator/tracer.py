@@ -2,34 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
-import math
 import sys
 from collections.abc import Callable
 from contextlib import redirect_stdout
 
 import psutil
-from torch import nn
 
-from gradplan.probes.batches import seed_everything
+from gradplan.probes import step
 from gradplan.probes.errors import UserCodeError
-from gradplan.probes.evidence import Notice, Recipe
-from gradplan.probes.loading import describe, user_code
-from gradplan.probes.simulator.building import are_fakes_left, fake_copy, fake_models, is_fake, new_mode, own_copy
-from gradplan.probes.simulator.semantics import eager
+from gradplan.probes.evidence import Backward, Notice, Recipe
+from gradplan.probes.loading import describe
+from gradplan.probes.simulator import losses
+from gradplan.probes.simulator.building import are_fakes_left, fake_copy, fake_models, is_fake, new_mode
 from gradplan.probes.simulator.trace import Trace
 from gradplan.probes.simulator.training import Setup, Tensors, trace_training
-
-VALUE_CHECK_BYTES = 256 * 2**20  # a step this small is also run for real: fake tensors cannot be NaN
-GROWTH = 1.3  # twice the samples: a sum doubles, and a contrastive loss grows by log(2n - 1)
-FIXED_SIZE = (
-    "the model refuses a batch of another size after its first: where the sizes of a window differ, or the dataset "
-    "leaves a short one, train.py fails"
-)
-NOT_A_MEAN = (
-    "the loss of {large} samples is {ratio:.1f} times that of {small}: if it is no mean over samples, accumulated "
-    "micro-batches are not equal to the whole batch. Return a mean, and count_items where it is one over items"
-)
 
 
 class Tracer:
@@ -41,6 +29,7 @@ class Tracer:
     def __init__(self, setup: Setup, progress: Callable[[str], None]) -> None:
         self.setup = setup
         self.notices: list[Notice] = []
+        self.backward: Backward | None = None
         self._progress = progress
         self._tensors = Tensors.FAKE
         self._is_proven = False
@@ -73,65 +62,43 @@ class Tracer:
             model = fake_copy(model, mode)
             return workload.recipe(model, workload.build_optimizer(model))
 
-    def trace(self, size: int, num_micro_batches: int) -> Trace:
+    def trace(self, size: int, num_micro_batches: int, backward: Backward | None = None) -> Trace:
         """The trace of two optimizer steps of ``num_micro_batches`` micro-batches of ``size`` samples.
+
+        ``backward`` is for several losses, by default as ``self.backward`` says, and else after each loss.
 
         Raises:
             UserCodeError: the user's step failed; the message names their line.
         """
         self._progress(f"tracing a micro-batch of {size}")
+        workload, backward = self.setup.workload, backward or self.backward
         while True:
+            by_loss = workload.yields_losses and backward != "joint"
+            setup = dataclasses.replace(self.setup, run=step.run_loss_by_loss if by_loss else step.run_micro_batch)
             try:
                 with redirect_stdout(sys.stderr):
-                    trace = trace_training(self.setup, self._tensors, size, num_micro_batches)
+                    trace = trace_training(setup, self._tensors, size, num_micro_batches)
             except KeyboardInterrupt:
                 raise
             except BaseException as error:
-                self._step_down(error, size)
+                if by_loss and losses.is_second_backward(error):
+                    losses.explain_shared_graph(workload, size)
+                if by_loss == workload.yields_losses or backward == "joint":
+                    self._step_down(error, size)
             else:
-                self._proven()
-                return trace
-            self._forget_fakes()
+                if by_loss == workload.yields_losses or backward == "joint":
+                    self._proven()
+                    return trace
+            self._forget_fakes()  # and once more, where only the call showed that there are several losses
 
     def check_values(self, unit: int, trace: Trace) -> None:
-        """Run a small model's loss for real, on 2, 4 and 8 ``unit`` samples: values have no shape.
+        """Run a small model's loss for real: values have no shape.
 
         Raises:
             UserCodeError: the loss is not finite, or fails on real tensors.
         """
-        if not self.is_real and trace.peak_live_bytes > VALUE_CHECK_BYTES:
-            return
-        workload = self.setup.workload
-        with eager():
-            seed_everything()
-            model = own_copy(workload.build_model())
-            small = self._loss(model, 2 * unit)
-            try:
-                medium = self._loss(model, 4 * unit)
-            except UserCodeError:
-                model = own_copy(workload.build_model())
-                medium = self._loss(model, 4 * unit)
-                self._note("fixed-batch-size", FIXED_SIZE)
-                model = own_copy(workload.build_model())
-            large = self._loss(model, 8 * unit)
-        if small > 0 and medium > GROWTH * small and large > GROWTH * medium:
-            self._note("loss-not-a-mean", NOT_A_MEAN.format(large=8 * unit, small=2 * unit, ratio=large / small))
-
-    def _loss(self, model: nn.Module, size: int) -> float:
-        """Zero for a batch without items: its mean is no number, and train.py skips it."""
-        workload = self.setup.workload
-        batch = workload.make_batch(size)
-        num_items = workload.count_items(batch)
-        with user_code("compute_loss(model, batch)"):
-            loss = float(workload.compute_loss(model, batch).detach())
-        if num_items == 0:
-            return 0.0
-        if not math.isfinite(loss):
-            raise UserCodeError(
-                f"the loss of the first batch is {loss}; training from here cannot work. Look for a division by "
-                "zero, a log of zero, or a batch without targets"
-            )
-        return loss
+        if self.is_real or trace.peak_live_bytes <= losses.VALUE_CHECK_BYTES:
+            self.notices += losses.check_values(self.setup.workload, unit)
 
     def _note(self, code: str, message: str) -> None:
         self.notices.append(Notice(code=code, message=message))

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import dataclasses
 import gc
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from contextlib import nullcontext
 from enum import Enum
 from typing import Any
@@ -37,12 +37,16 @@ class Tensors(Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """What a trace depends on besides the micro-batch. ``capability`` is CUDA's, for the kernels it chooses."""
+    """What a trace depends on besides the micro-batch. ``capability`` is CUDA's, for the kernels it chooses.
+
+    ``run`` is how a micro-batch is run: ``step.run_micro_batch`` or ``step.run_loss_by_loss``.
+    """
 
     workload: Workload
     precision: str
     capability: tuple[int, int]
     max_grad_norm: float | None = None
+    run: Callable[..., Tensor] = step.run_micro_batch
 
 
 def trace_training(setup: Setup, tensors: Tensors, micro_batch_size: int, num_micro_batches: int) -> Trace:
@@ -52,13 +56,13 @@ def trace_training(setup: Setup, tensors: Tensors, micro_batch_size: int, num_mi
         UserCodeError: the user's functions failed.
         Exception: whatever the step raised, among it what fake tensors cannot do.
     """
-    host_batch = setup.workload.make_batch(micro_batch_size)
+    host_batches = (setup.workload.make_batch(micro_batch_size), setup.workload.make_validation_batch(micro_batch_size))
     is_real = tensors is Tensors.REAL
     if is_real:
         gc.collect()  # the model of the trace before
     with cuda_semantics(setup.capability, not is_real), steady_garbage() as collect:
         seed_everything()
-        trace = _trace(setup, tensors, host_batch, num_micro_batches, collect)
+        trace = _trace(setup, tensors, host_batches, num_micro_batches, collect)
         collect()
         were_kept = are_fakes_left()
     if were_kept:
@@ -66,7 +70,9 @@ def trace_training(setup: Setup, tensors: Tensors, micro_batch_size: int, num_mi
     return trace
 
 
-def _trace(setup: Setup, tensors: Tensors, host_batch: Any, num_micro_batches: int, collect: Any) -> Trace:
+def _trace(
+    setup: Setup, tensors: Tensors, host_batches: tuple[Any, Any], num_micro_batches: int, collect: Any
+) -> Trace:
     workload, is_real = setup.workload, tensors is Tensors.REAL
     kernels = {**autocast.KERNELS, **(attention.REAL_KERNELS if is_real else {})}
     recorder = Recorder(CublasWorkspace(setup.capability), kernels)
@@ -83,9 +89,12 @@ def _trace(setup: Setup, tensors: Tensors, host_batch: Any, num_micro_batches: i
             model = model.to(torch.bfloat16)
         with recorder:
             recorder.adopt_module(model)
-            batch = HostBatch(host_batch, setup.precision, recorder)
+            batch, validation = (HostBatch(batch, setup.precision, recorder) for batch in host_batches)
             _run(setup, model, recorder, batch, num_micro_batches, collect)
-    return recorder.trace()
+            if host_batches[1] is not None:
+                _evaluate(setup, model, validation)
+            trained = frozenset(name for name, parameter in model.named_parameters() if parameter.grad is not None)
+    return dataclasses.replace(recorder.trace(), trained=trained)
 
 
 def _run(
@@ -98,10 +107,17 @@ def _run(
             window = ((batch, 1 / num_micro_batches) for _ in range(num_micro_batches))
             arguments = (model, optimizer, window, setup.workload.compute_loss, torch.device("cpu"))
             if setup.precision == "16-mixed":
-                step.train_window_scaled(*arguments, scaler, setup.max_grad_norm)
+                step.train_window_scaled(*arguments, scaler, setup.max_grad_norm, setup.run)
             else:
-                step.train_window(*arguments, setup.precision, setup.max_grad_norm)
+                step.train_window(*arguments, setup.precision, setup.max_grad_norm, setup.run)
             collect()
+
+
+def _evaluate(setup: Setup, model: nn.Module, batch: HostBatch) -> None:
+    """As train.py does after an epoch: the gradients are still there, and the batches are as large."""
+    counts = [1.0] * (setup.workload.num_counts or 1)
+    arguments = (model, [(batch, counts)], setup.workload.compute_loss_to_evaluate, torch.device("cpu"))
+    step.evaluate(*arguments, setup.precision, len(counts))
 
 
 class HostBatch:
