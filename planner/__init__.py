@@ -10,12 +10,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from gradplan.files import write_plan, write_script
+    from gradplan.files import read_plan, write_plan, write_script
     from gradplan.goal import Goal
-    from gradplan.plan import Plan, make_plan
+    from gradplan.init import write_model
+    from gradplan.plan import make_plan
+    from gradplan.planfile import Plan
     from gradplan.probes.errors import DoesNotFitError, GradplanError, UsageError, UserCodeError
     from gradplan.probes.evidence import Evidence, Recipe
     from gradplan.probes.simulator.catalogue import gpus
+    from gradplan.replan import plan_again
+    from gradplan.report import describe
+    from gradplan.trainers import arguments_for
     from gradplan.verbs import probe
 
     __version__: str
@@ -30,20 +35,30 @@ __all__ = [
     "UsageError",
     "UserCodeError",
     "__version__",
+    "arguments_for",
+    "describe",
     "gpus",
     "make_plan",
+    "plan_again",
     "probe",
+    "read_plan",
+    "write_model",
     "write_plan",
     "write_script",
 ]
 
 _HOMES = {
-    "gradplan.files": ("write_plan", "write_script"),
+    "gradplan.files": ("read_plan", "write_plan", "write_script"),
     "gradplan.goal": ("Goal",),
-    "gradplan.plan": ("Plan", "make_plan"),
+    "gradplan.init": ("write_model",),
+    "gradplan.plan": ("make_plan",),
+    "gradplan.planfile": ("Plan",),
     "gradplan.probes.errors": ("DoesNotFitError", "GradplanError", "UsageError", "UserCodeError"),
     "gradplan.probes.evidence": ("Evidence", "Recipe"),
     "gradplan.probes.simulator.catalogue": ("gpus",),
+    "gradplan.replan": ("plan_again",),
+    "gradplan.report": ("describe",),
+    "gradplan.trainers": ("arguments_for",),
     "gradplan.verbs": ("probe",),
 }
 
@@ -52,7 +67,7 @@ if not TYPE_CHECKING:  # a type checker that saw this would believe in every nam
 
     def __getattr__(name: str) -> object:
         if name == "__version__":
-            return _version()
+            return import_module("gradplan.version").installed_version()
         for home, names in _HOMES.items():
             if name in names:
                 return getattr(import_module(home), name)
@@ -61,12 +76,3 @@ if not TYPE_CHECKING:  # a type checker that saw this would believe in every nam
 
 def __dir__() -> list[str]:
     return __all__
-
-
-def _version() -> str:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version("gradplan")
-    except PackageNotFoundError:  # run from a folder that was never installed
-        return "unknown"

@@ -1,12 +1,14 @@
-"""The files that gradplan writes: never over somebody's own work, and never half of one."""
+"""The files that gradplan reads and writes: never over somebody's own work, and never half of one."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import secrets
 import shutil
 import stat
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 from gradplan import plan as plan_files
@@ -28,23 +30,58 @@ def write_plan(plan: Plan, path: str | Path, *, force: bool = False) -> None:
     write_atomically(path, to_json(plan))
 
 
-def write_script(plan: Plan, path: str | Path, *, force: bool = False) -> None:
+def write_script(plan: Plan, path: str | Path, *, force: bool = False, plan_path: str | Path | None = None) -> None:
     """Write train.py; ``force`` overwrites whatever is at ``path``.
 
     The script finds the model's file from its own folder, so the model's file must be where the plan says:
-    relative to the working folder, if it was typed that way.
+    relative to the working folder, or else to the folder of ``plan_path``, if it was typed that way.
 
     Raises:
         UsageError: as ``check_output``, or the model's file is not there, or ``path`` is that file.
         GradplanError: the file cannot be written after all.
     """
-    model = model_file(plan.model)
-    if not model.is_file():
-        raise UsageError(f"there is no file {model}: work in the folder in which the plan was made")
+    model = find_model(plan, plan_path)
     if is_same_file(path, model):
         raise UsageError(f"{path} is the model's own file; write the script elsewhere")
     check_output(path, force=force)
     write_atomically(path, script_files.render(plan, Path(path), model))
+
+
+def find_model(plan: Plan, plan_path: str | Path | None = None) -> Path:
+    """The model's file, relative to the working folder, or else to the folder of ``plan_path``.
+
+    Raises:
+        UsageError: it is in neither.
+    """
+    model = model_file(plan.model)
+    folders = [Path()] if plan_path is None else [Path(), Path(plan_path).parent]
+    for folder in folders:
+        if (folder / model).is_file():
+            return folder / model
+    raise UsageError(f"there is no file {model}: work in the folder in which the plan was made")
+
+
+def read_plan(path: str | Path) -> Plan:
+    """The plan in a file that ``write_plan`` wrote. It may have been edited, if it still agrees with itself.
+
+    Raises:
+        UsageError: no such file, or a folder.
+        GradplanError: the file cannot be read, is damaged, is not a plan, or is of a newer gradplan.
+    """
+    if os.path.isdir(path):
+        raise UsageError(f"{path} is a folder, not a plan file such as {Path(path) / 'gradplan.json'}")
+    try:
+        with open(path, encoding="utf-8-sig") as file:  # some editors begin with a mark
+            text = file.read(MOST_READ_CHARS)
+    except (FileNotFoundError, NotADirectoryError):
+        raise UsageError(f"there is no file {path}") from None
+    except UnicodeDecodeError:
+        raise GradplanError(f"{path} is damaged: not UTF-8 text") from None
+    except OSError as error:
+        raise GradplanError(f"cannot read {path}: {_reason(error)}") from None
+    if str(path).endswith(".py") and not text.lstrip().startswith("{"):
+        raise GradplanError(f"{path} is not a plan file; 'gradplan probe {path}' makes one")
+    return plan_files.from_json(text, str(path))
 
 
 def model_file(typed: str) -> Path:
@@ -58,6 +95,44 @@ def is_same_file(one: str | Path, other: str | Path) -> bool:
     if os.path.exists(one) and os.path.exists(other):
         return os.path.samefile(one, other)
     return os.path.normcase(os.path.realpath(one)) == os.path.normcase(os.path.realpath(other))
+
+
+def check_model(typed: str) -> Path:
+    """The file of a model that was typed.
+
+    Raises:
+        UsageError: it is not there, or its name is not text.
+    """
+    _check_name(typed)
+    file = model_file(typed)
+    if not file.exists():
+        raise UsageError(f"there is no file {file}")
+    return file
+
+
+def check_outputs(
+    model: Path, outputs: Mapping[str, str], *, force: bool, inputs: Mapping[str, str] | None = None
+) -> None:
+    """Before any work: what will be written may be. ``outputs`` and ``inputs`` are paths by what names them.
+
+    Raises:
+        UsageError: as ``check_output``, or two of the files are one, or a name is not text.
+    """
+    for path in outputs.values():
+        _check_name(path)
+    named = {**(inputs or {}), **outputs}
+    for one, other in itertools.combinations(named, 2):
+        if is_same_file(named[one], named[other]):
+            raise UsageError(f"{one} and {other} are the same file")
+    for option, path in outputs.items():
+        if is_same_file(path, model):
+            raise UsageError(f"{option} {path} is the model's own file")
+        check_output(path, force=force, remedy=f"--force overwrites it, or {option} PATH writes elsewhere")
+
+
+def _check_name(name: str) -> None:
+    if name != name.encode(errors="replace").decode():  # it goes into the plan and the script
+        raise UsageError(f"the name {name!r} is not text")
 
 
 def check_output(path: str | Path, *, force: bool, remedy: str = "force=True overwrites it") -> None:

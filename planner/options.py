@@ -13,6 +13,7 @@ from gradplan.probes.errors import UsageError
 from gradplan.units import parse_size
 
 PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "bf16-true")  # as in probes/evidence.py, which is heavy
+TRAINERS = ("transformers", "lightning", "accelerate", "deepspeed", "torchtitan", "torchtune", "llama-factory")
 
 Option = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -65,6 +66,28 @@ def _flag(*names: str, help: str) -> Option:
     return click.option(*names, is_flag=True, help=help)
 
 
+def not_with_quiet(ctx: click.Context, _: click.Parameter, verbose: bool) -> bool:
+    if verbose and ctx.params.get("quiet"):
+        raise click.UsageError("-q and -v exclude each other", ctx)
+    return verbose
+
+
+def together(*options: Option) -> Option:
+    """Options that a command takes, as one decorator."""
+
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate
+
+
+def version(show: Callable[..., None]) -> Option:
+    flags: dict[str, Any] = {"is_flag": True, "is_eager": True, "expose_value": False}
+    return click.option("--version", callback=show, help="say which it is", **flags)
+
+
 device = click.option("--device", metavar="D", help="GPU to simulate, as in 'gradplan gpus'; else rtx-4090")
 memory = click.option(
     *("--memory", "memory_bytes"),
@@ -95,11 +118,27 @@ base_lr = click.option(
 )
 world_size = _count("--world-size", "data-parallel ranks", default="1")
 max_micro_batch = _count("--max-micro-batch", "look no further than this")
+kept_effective_batch = _count("--effective-batch", "samples that one optimizer step sees; else as in PLAN")
+kept_world_size = _count("--world-size", "data-parallel ranks; else as in PLAN")
+kept_max_micro_batch = _count("--max-micro-batch", "no micro-batch is larger; else as in PLAN")
 plan_path = click.option("--plan", "plan_path", metavar="PATH", default="gradplan.json", help="where to write the plan")
 script_path = click.option(
     "--script", "script_path", metavar="PATH", default="train.py", help="where to write the script"
 )
+new_plan_path = click.option("--plan", "new_plan_path", metavar="PATH", help="where to write; else over PLAN")
+trainer = click.option("--for", "trainer", metavar="TRAINER", type=click.Choice(TRAINERS), help=", ".join(TRAINERS))
 force = _flag("--force", help="overwrite a file that is not gradplan's, or was edited")
+force_at_path = _flag("--force", help="overwrite the file at PATH")
 as_json = _flag("--json", "as_json", help="JSON on standard output, and nothing else there")
-quiet = _flag("-q", "--quiet", help="less on standard error")
-verbose = _flag("-v", "--verbose", help="more on standard error")
+quiet = click.option("-q", "--quiet", is_flag=True, is_eager=True, help="less on standard error")
+verbose = click.option("-v", "--verbose", is_flag=True, callback=not_with_quiet, help="more on standard error")
+
+recipe = together(base_batch, base_lr)
+for_probe = together(
+    *(device, memory, headroom, precision, effective_batch, recipe, world_size, max_micro_batch),
+    *(plan_path, script_path, force, as_json, quiet, verbose),
+)
+for_plan = together(
+    *(kept_effective_batch, recipe, kept_world_size, kept_max_micro_batch),
+    *(new_plan_path, force, as_json, quiet),
+)

@@ -21,6 +21,7 @@ from gradplan.plan import Goal, Plan, from_json, make_plan, to_json
 from gradplan.probes.errors import DoesNotFitError, GradplanError, UsageError, UserCodeError
 from gradplan.probes.evidence import Device, Evidence, Notice, Precision, Recipe, Trial
 from gradplan.report import summary, to_text
+from gradplan.terminal import MOST_COLUMNS
 
 FILES = ["gradplan.json", "train.py"]
 
@@ -224,6 +225,7 @@ def test_the_ends_of_the_headroom_are_allowed(headroom: str) -> None:
         (["probe", "model.py", "--forse"], "error: No such option '--forse'"),
         (["probe"], "error: Missing argument 'MODEL'"),
         (["probe", "model.py", "-q", "-v"], "error: -q and -v exclude each other"),
+        (["probe", "model.py", "-v", "-q"], "error: -q and -v exclude each other"),
         (["--nonsense"], "error: No such option '--nonsense'"),
         (["probe", "gone.py"], "error: there is no file gone.py\n"),
         (["probe", "gone.py:model"], "error: there is no file gone.py\n"),
@@ -382,21 +384,34 @@ def test_version() -> None:
     assert run("--version").output == f"gradplan {gradplan.__version__}\n"
 
 
+def options_of(command: str) -> set[str]:
+    return {name for option in cli.main.commands[command].params for name in option.opts}
+
+
 def test_only_promised_commands_and_options_exist() -> None:
-    assert sorted(cli.main.commands) == ["gpus", "probe"]
-    options = {name for option in cli.main.commands["probe"].params for name in option.opts}
-    assert options == {
-        *("model", "--device", "--memory", "--headroom", "--precision", "--effective-batch", "--base-batch"),
-        *("--base-lr", "--world-size", "--max-micro-batch", "--plan", "--script", "--force", "--json"),
-        *("-q", "--quiet", "-v", "--verbose"),
-    }
+    assert list(cli.main.commands) == ["probe", "plan", "script", "show", "init", "gpus"]
+    recipe = {"--effective-batch", "--base-batch", "--base-lr", "--world-size", "--max-micro-batch"}
+    output = {"--plan", "--force", "--json", "-q", "--quiet"}
+    device = {"--device", "--memory", "--headroom", "--precision"}
+    assert options_of("probe") == {"model", "--script", "-v", "--verbose"} | device | recipe | output
+    assert options_of("plan") == {"plan_path"} | recipe | output
+    assert options_of("script") == {"plan_path", "--script", "--force"}
+    assert options_of("show") == {"plan_path", "--for", "--json", "-v", "--verbose"}
+    assert options_of("init") == {"path", "--force"}
+    assert options_of("gpus") == {"--json"}
+
+
+def test_the_help_lists_the_commands_in_the_order_in_which_they_are_used() -> None:
+    assert re.findall(r"^  (\w+)  +[A-Z]", run("--help").stdout, re.MULTILINE) == list(cli.main.commands)
 
 
 def test_the_help_names_the_device_that_is_taken_without_one() -> None:
     assert f"else {verbs.DEFAULT_GPU}\n" in run("probe", "--help").stdout
 
 
-@pytest.mark.parametrize("args", [["-h"], ["--help"], ["probe", "-h"], ["gpus", "--help"]])
+@pytest.mark.parametrize(
+    "args", [["-h"], ["--help"], ["probe", "-h"], *([verb, "--help"] for verb in cli.main.commands)]
+)
 def test_help_is_no_error(args: list[str]) -> None:
     result = run(*args)
     assert (result.exit_code, result.stderr) == (0, "")
@@ -418,7 +433,7 @@ HEAVY = ("torch", "optuna", "pydantic", "rich", "jinja2", "gradplan.plan", "grad
     [
         "import gradplan; dir(gradplan); gradplan.__version__",
         "from gradplan.cli import main; main(['--help'], standalone_mode=False)",
-        "from gradplan.cli import main; main(['probe', '--help'])",
+        *(f"from gradplan.cli import main; main([{verb!r}, '--help'])" for verb in cli.main.commands),
         "from gradplan.cli import main; main(['--version'])",
         "from gradplan.cli import main; main(['probe', 'model.py', '--memory', '12XB'])",
     ],
@@ -546,7 +561,7 @@ def test_a_terminal_sees_progress_and_colour_and_is_not_filled_beyond_reading_wi
     assert "\x1b[1;36m22, 21, 21\x1b[0m" in output
     plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", output)
     table = plain[plain.index("model.py: 1,000 parameters") :]
-    assert cli.MOST_COLUMNS - 20 < max(map(len, table.splitlines())) <= cli.MOST_COLUMNS
+    assert MOST_COLUMNS - 20 < max(map(len, table.splitlines())) <= MOST_COLUMNS
     assert "    python train.py\n" in table
 
 

@@ -1,0 +1,156 @@
+"""Each setting of a plan in a few words, and where it comes from. Pure."""
+
+from __future__ import annotations
+
+import itertools
+
+from gradplan.planfile import Plan
+from gradplan.probes.evidence import Capacity, Trial
+from gradplan.units import format_bytes
+from gradplan.window import split_window
+
+
+def window(plan: Plan) -> str:
+    """``22, 21, 21``; one number where all are equal; ``9 x 8, 4 x 7`` where there are many."""
+    sizes = plan.micro_batch_sizes
+    if len(set(sizes)) == 1:
+        return str(sizes[0])
+    if len(sizes) <= 3:
+        return ", ".join(map(str, sizes))
+    runs = [(len(list(run)), size) for size, run in itertools.groupby(sizes)]
+    return ", ".join(f"{count} x {size}" if count > 1 else str(size) for count, size in runs)
+
+
+def window_reason(plan: Plan) -> str:
+    largest = plan.max_micro_batch_size
+    if has_warning(plan, "larger-not-tried"):
+        return f"{largest} is the largest that was tried"
+    if plan.limited_by == "memory":
+        return f"{largest} is the largest that fits"
+    if plan.limited_by == "option":
+        return f"up to {largest} was asked for, and fits"
+    return "all samples of a step fit at once"
+
+
+def accumulation_reason(plan: Plan) -> str:
+    each = f" on each of {plan.world_size} ranks" if plan.world_size > 1 else ""
+    many = "micro-batch" if plan.accumulation_steps == 1 else "micro-batches"
+    return f"{many} per optimizer step{each}"
+
+
+def batch_reason(plan: Plan) -> str:
+    if has_warning(plan, "no-effective-batch"):
+        return "not given: the largest without accumulation"
+    if plan.effective_batch_size == plan.base_batch_size:
+        return "kept from the recipe"
+    if has_warning(plan, "dataset-shorter"):
+        return "the dataset has no more"
+    if has_warning(plan, "batch-multiple"):
+        return "the nearest multiple of BATCH_MULTIPLE"
+    known = "" if plan.base_batch_size is None else f"; the recipe has {plan.base_batch_size}"
+    return f"as asked for{known}"
+
+
+def learning_rate(plan: Plan) -> str:
+    return "unknown" if plan.learning_rate is None else f"{plan.learning_rate:.3g}"
+
+
+def learning_rate_reason(plan: Plan) -> str:
+    known = plan.base_learning_rate
+    base = "yours" if known is None else f"{known:.3g}"
+    multiplier = plan.learning_rate_multiplier
+    tuned = "" if multiplier == 1 else f" x {multiplier:.3g} (tuned)"
+    if plan.learning_rate_factor != 1:
+        scaled = f"{base} x {plan.learning_rate_factor:.3g} ({plan.learning_rate_rule} rule)"
+        return f"{scaled}{tuned}, confidence {plan.confidence}"
+    if tuned:
+        return base + tuned
+    if known is None:
+        return "nobody said"
+    if plan.base_batch_size is None:
+        return "as given, not scaled"
+    if plan.base_batch_size == plan.effective_batch_size:
+        return "kept from the recipe"
+    no_rule = plan.learning_rate_rule == "none"
+    return f"as in the recipe: {'no rule is known' if no_rule else 'no scaling'} for {plan.optimizer}"
+
+
+def memory(plan: Plan) -> tuple[str, str]:
+    """What the chosen micro-batch needs, else what the largest that fits needs; and of how much."""
+    limit = f"of {format_bytes(plan.evidence.limit_bytes)} usable"
+    for size in (plan.micro_batch_size, plan.max_micro_batch_size):
+        for trial in plan.evidence.trials:
+            num_bytes = needed_bytes(trial)
+            if trial.fits and trial.micro_batch_size == size and num_bytes is not None:
+                return format_bytes(num_bytes), f"{limit}; {how(plan)} for size {size}"
+    return "unknown", limit
+
+
+def how(plan: Plan) -> str:
+    return "predicted" if plan.evidence.kind == "simulated" else "measured"
+
+
+def backward(plan: Plan) -> tuple[str, str] | None:
+    """For several losses: the form that is used, and what both need; None for one loss."""
+    peaks = {peak.backward: peak for peak in plan.evidence.backward_peaks}
+    used = peaks.get(plan.backward)
+    if len(peaks) < 2 or used is None:
+        return ("loss by loss", "one backward for each loss") if plan.backward == "sequential" else None
+    needs, other_needs = (
+        format_bytes(peaks[form].peak_reserved_bytes) for form in (plan.backward, *(peaks.keys() - {plan.backward}))
+    )
+    size = "" if used.micro_batch_size == plan.micro_batch_size else f" for size {used.micro_batch_size}"
+    if plan.backward == "sequential":
+        return "loss by loss", f"{needs}, against {other_needs} for their sum ({how(plan)}{size})"
+    return "all losses at once", f"{needs}, against {other_needs} loss by loss ({how(plan)}{size})"
+
+
+def step_time(plan: Plan) -> tuple[str, str] | None:
+    """What an optimizer step took where it was measured, at the chosen micro-batch or else at the largest."""
+    for size in (plan.micro_batch_size, plan.max_micro_batch_size):
+        for trial in plan.evidence.trials:
+            if trial.fits and trial.micro_batch_size == size and trial.step_seconds is not None:
+                return format_seconds(trial.step_seconds), f"measured with {micro_batches(trial)}"
+    return None
+
+
+def format_seconds(seconds: float) -> str:
+    return f"{seconds * 1000:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+
+
+def micro_batches(trial: Trial) -> str:
+    """``2 micro-batches of 27``: the optimizer step that was tried."""
+    many = "micro-batch" if trial.num_micro_batches == 1 else "micro-batches"
+    return f"{trial.num_micro_batches} {many} of {trial.micro_batch_size}"
+
+
+def needed_bytes(trial: Trial) -> int | None:
+    known = (trial.required_bytes, trial.peak_reserved_bytes, trial.peak_allocated_bytes)
+    return next((num_bytes for num_bytes in known if num_bytes is not None), None)
+
+
+def size_on(other: Capacity, plan: Plan) -> str:
+    """The largest micro-batch there; "at least" where the probe tried no larger one and this plan could use it."""
+    size = other.max_micro_batch_size
+    if not size:
+        return "does not fit"
+    return f"at least {size}" if _is_open(other, plan) else str(size)
+
+
+def _is_open(other: Capacity, plan: Plan) -> bool:
+    size, tried_up_to = other.max_micro_batch_size, plan.tried_up_to
+    return tried_up_to is not None and tried_up_to <= size < plan.effective_batch_size // plan.world_size
+
+
+def steps_on(other: Capacity, plan: Plan) -> str:
+    """Accumulation steps there, for the same effective batch on as many ranks."""
+    multiple, size = plan.recipe.batch_multiple, other.max_micro_batch_size
+    per_rank = plan.effective_batch_size // plan.world_size
+    if size < multiple:
+        return ""
+    steps = len(split_window(per_rank, size, multiple))
+    return f"at most {steps}" if _is_open(other, plan) else str(steps)
+
+
+def has_warning(plan: Plan, code: str) -> bool:
+    return any(warning.code == code for warning in plan.warnings)
