@@ -15,7 +15,8 @@ from gradplan.probes.simulator.catalogue import COMMON, find, gpus
 __all__ = ["gpus", "probe"]
 
 DEFAULT_GPU = "rtx-4090"
-MEASURED = ("cuda", "xpu", "mps", "cpu", "hip", "rocm")
+MEASURED = ("cpu",)
+NOT_YET_MEASURED = ("cuda", "xpu", "mps", "hip", "rocm")
 
 
 def probe(
@@ -35,8 +36,10 @@ def probe(
     """Find the largest micro-batch of ``model`` (a path, or path:builder) and plan training with it.
 
     Args:
-        device: a GPU's name as in ``gpus()``; None simulates an ``rtx-4090`` and says what other GPUs could hold.
-        memory_bytes: memory of the device instead of its own, the CUDA context being part of it.
+        device: a GPU's name as in ``gpus()``, simulated; None simulates an ``rtx-4090`` and says what other GPUs
+            could hold. "cpu" measures: real training steps in child processes.
+        memory_bytes: memory of the device instead of its own, the CUDA context being part of it. For "cpu", of the
+            whole training process, instead of what is available now.
         headroom_percent: memory to leave free, 0 to below 100.
         effective_batch: samples of one optimizer step over all ranks; None means the recipe's.
         base_batch, base_lr: the recipe that is known to work, over what the file says.
@@ -49,37 +52,47 @@ def probe(
         UsageError: no such file or device, a count that cannot be.
         DoesNotFitError: not even the smallest micro-batch fits.
     """
-    gpu = find(simulated_name(device))
+    gpu = None if is_measured(device) else find(simulated_name(device))
     if not 0 <= headroom_percent < 100:
         raise UsageError(f"headroom is a share of the memory, from 0 to below 100 percent, not {headroom_percent}")
     progress("importing torch and the model")
     import torch
 
     from gradplan.probes.batches import settings_kept
+    from gradplan.probes.measure import Measurement
     from gradplan.probes.simulate import Simulation
     from gradplan.probes.workload import load_workload
 
     goal = Goal(effective_batch, world_size, precision, max_micro_batch)
-    with settings_kept(), folder_kept():
+    with settings_kept(), folder_kept() as folder:
         workload = load_workload(model, base_batch, base_lr)
-        if device is None:
+        prober: Measurement | Simulation
+        if gpu is None:
+            prober = Measurement(workload, precision, memory_bytes, headroom_percent, folder, progress)
+        else:
+            prober = Simulation(workload, gpu, precision, memory_bytes, headroom_percent, progress)
+        if device is None and gpu is not None:
             workload.notices.append(Notice(code="simulated-device", message=_why_simulated(torch, gpu.name)))
-        simulation = Simulation(workload, gpu, precision, memory_bytes, headroom_percent, progress)
-        recipe = simulation.recipe()
+        recipe = prober.recipe()
         target = find_target(recipe, goal)
         others = tuple(find(name) for name in COMMON) if device is None else ()
-        evidence = simulation.gather(target.per_rank, target.at_most, others)
+        evidence = prober.gather(target.per_rank, target.at_most, others)
     return make_plan(recipe, evidence, goal, gradplan_version=gradplan.__version__, torch_version=torch.__version__)
 
 
 @contextlib.contextmanager
-def folder_kept() -> Iterator[None]:
-    """Afterwards the working folder is what it was: the user's file may change it."""
+def folder_kept() -> Iterator[str]:
+    """The working folder. Afterwards it is the same again: the user's file may change it."""
     folder = os.getcwd()
     try:
-        yield
+        yield folder
     finally:
         os.chdir(folder)
+
+
+def is_measured(device: str | None) -> bool:
+    """Whether it is this machine's own, to be measured."""
+    return device is not None and device.lower() in MEASURED
 
 
 def simulated_name(device: str | None) -> str:
@@ -90,7 +103,7 @@ def simulated_name(device: str | None) -> str:
     """
     if device is None:
         return DEFAULT_GPU
-    if device.split(":")[0].lower() in MEASURED:
+    if device.split(":")[0].lower() in NOT_YET_MEASURED:
         raise UsageError(
             f"this version of gradplan simulates GPUs and cannot measure '{device}' yet; name the GPU instead, "
             f"for example --device {DEFAULT_GPU}: 'gradplan gpus' lists them"

@@ -70,7 +70,7 @@ class UserData:
         """A batch on the CPU: ``build_batch``'s, or the largest samples of the dataset, collated."""
         build_batch = self._find("build_batch")
         if build_batch is None:
-            return self._collate(self.dataset, self._largest_first, batch_size, self._find("collate_fn"))
+            return self._collate(self.dataset, self.largest_first, batch_size, self._find("collate_fn"))
         what = f"build_batch({batch_size})"
         seed_everything()
         with user_code(what):
@@ -142,7 +142,8 @@ class UserData:
         return length
 
     @cached_property
-    def _largest_first(self) -> list[int]:
+    def largest_first(self) -> list[int]:
+        """Indices of the dataset's samples, the largest first; of at most 4096, drawn by the seed."""
         if self.dataset_length is None:
             raise UserCodeError(NO_DATA.format(file=self.path.name))
         return _largest_first(self.dataset, self.dataset_length)

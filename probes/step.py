@@ -105,6 +105,16 @@ def next_share(shares: Iterator[float]) -> float:
         raise TypeError("compute_loss yields more losses than count_items gives numbers") from None
 
 
+def check_shares_are_used(share: float | Sequence[float], left: Iterator[float]) -> None:
+    """Every number that count_items gave belonged to a loss.
+
+    Raises:
+        TypeError: there are more.
+    """
+    if isinstance(share, Sequence) and len(share) > 1 and next(left, None) is not None:
+        raise TypeError("count_items gives more numbers than compute_loss gives losses")
+
+
 def run_micro_batch(
     model: nn.Module,
     batch: Any,
@@ -126,6 +136,7 @@ def run_micro_batch(
             for loss in (losses if isinstance(losses, Iterator) else (losses,))
             if (part := next_share(shares)) > 0  # a mean over no items is NaN, and stays out
         ]
+        check_shares_are_used(share, shares)
         if not weighted:
             raise TypeError("compute_loss yielded no loss")
         loss = functools.reduce(torch.add, weighted)
@@ -159,7 +170,8 @@ def run_loss_by_loss(
         if part > 0:  # a mean over no items is NaN, and stays out
             backward(loss)
             results.append(loss.detach().float().reshape(()))
-        del loss  # else its graph would live until the next one is built
+        del loss  # one that stayed out has had no backward, which would have freed its graph
+    check_shares_are_used(share, shares)
     if not results:
         raise TypeError("compute_loss yielded no loss")
     return torch.stack(results).sum()

@@ -21,6 +21,19 @@ from gradplan.probes.workload import Workload, load_workload
 A100 = (8, 0)
 
 
+@pytest.fixture(autouse=True)
+def _files_of_a_test_are_forgotten(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
+    """The next test may load another model.py."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    before, folder = set(sys.modules), str(tmp_path_factory.getbasetemp())
+    yield
+    for name in set(sys.modules) - before:
+        if str(getattr(sys.modules[name], "__file__", None)).startswith(folder):
+            del sys.modules[name]
+
+
 @pytest.fixture
 def traced() -> Callable[..., Trace]:
     """``traced(function)``: what it would ask of a GPU's allocator, on fake tensors or on real ones."""
@@ -72,17 +85,12 @@ def on_cpu() -> Callable[..., list[str]]:
 
 
 @pytest.fixture
-def workload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Workload]]:
+def workload(tmp_path: Path) -> Callable[[str], Workload]:
     """``workload(text)``: a model.py of that text, loaded."""
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    before = set(sys.modules)
 
     def load(text: str) -> Workload:
         path = tmp_path / f"model{len(list(tmp_path.glob('*.py')))}.py"
         path.write_text(text)
         return load_workload(str(path))
 
-    yield load
-    for name in set(sys.modules) - before:
-        if getattr(sys.modules[name], "__file__", None) and str(tmp_path) in str(sys.modules[name].__file__):
-            del sys.modules[name]
+    return load

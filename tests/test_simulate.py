@@ -238,9 +238,9 @@ def test_the_first_micro_batch_and_its_graph_are_gone_before_the_second(workload
 def test_the_functions_of_train_py_are_what_is_traced(workload: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     original = step.train_window
-    monkeypatch.setattr(step, "train_window", lambda *args: calls.append(args[-2:]) or original(*args))
+    monkeypatch.setattr(step, "train_window", lambda *args: calls.append(args[5:]) or original(*args))
     traced_step(workload(STEP.replace("OPTIMIZER", "SGD")), precision="bf16-mixed")
-    assert calls == [("bf16-mixed", None)] * 2
+    assert calls == [("bf16-mixed", None, step.run_micro_batch)] * 2
 
 
 KINDS_OF_BATCH = """
@@ -453,7 +453,7 @@ def test_a_broken_contract_is_said_at_once(workload: Load) -> None:
     probe = Probe(
         workload(model_of().replace("return functional.cross_entropy(model(batch[0]), batch[1])", "return 1, 2"))
     )
-    with pytest.raises(UserCodeError, match="compute_loss returned a tuple of 2; return one scalar tensor"):
+    with pytest.raises(UserCodeError, match="compute_loss returned a tuple of 2; yield the losses one by one"):
         probe.gather(64, 64)
     assert probe.progress == ["tracing a micro-batch of 2"]
 

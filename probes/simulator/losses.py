@@ -75,30 +75,12 @@ def check_values(workload: Workload, unit: int) -> list[Notice]:
 def _value(workload: Workload, model: nn.Module, size: int) -> float:
     """The loss, or the sum of several; zero for one without items: its mean is no number, and train.py skips it."""
     batch = workload.make_batch(size)
-    counts = workload.count_items(batch) or [1.0]
-    shares = [float(count > 0) for count in counts]
-    num_losses = 0
-
-    def counted(model: nn.Module, batch: Any) -> Any:
-        def count(loss: Tensor) -> Tensor:
-            nonlocal num_losses
-            num_losses += 1
-            return loss
-
-        return map(count, workload.compute_loss(model, batch))
-
-    with user_code("compute_loss(model, batch)"):
-        if workload.yields_losses:
-            value = float(step.run_loss_by_loss(model, batch, counted, shares, nullcontext())) if any(shares) else 0.0
-        else:
-            num_losses, value = 1, float(workload.compute_loss(model, batch).detach())
-    if any(shares) and len(counts) not in (1, num_losses):
-        raise UserCodeError(
-            f"count_items gives {len(counts)} numbers and compute_loss {num_losses}: give one number that serves "
-            "every loss, or one for each"
-        )
+    shares = [float(count > 0) for count in workload.count_items(batch) or [1.0]]
     if not any(shares):
         return 0.0
+    run = step.run_loss_by_loss if workload.yields_losses else step.run_micro_batch
+    with user_code("compute_loss(model, batch)"):
+        value = float(run(model, batch, workload.compute_loss, shares, nullcontext()))
     if not math.isfinite(value):
         raise UserCodeError(
             f"the loss of the first batch is {value}; training from here cannot work. Look for a division by "
