@@ -117,7 +117,7 @@ def measured_bytes(file: Path, backward: Backward, gradients_file: Path) -> int:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     workload = load_workload(str(file))
-    model, run = workload.build_model(), step.run_loss_by_loss if backward == "sequential" else step.run_micro_batch
+    model, run = workload.build_model(), step.run_loss_by_loss if backward == "sequential" else step.run_losses_together
 
     def one_step(batch: Any) -> None:
         model.zero_grad(set_to_none=False)  # the first step allocates them

@@ -19,7 +19,8 @@ def what_would_fit(recipe: Recipe, evidence: Evidence, goal: Goal) -> str:
     smallest = min(evidence.trials, key=lambda trial: trial.micro_batch_size, default=None)
     size = recipe.batch_multiple if smallest is None else smallest.micro_batch_size
     required = None if smallest is None else smallest.required_bytes
-    limit = f"{format_bytes(max(evidence.limit_bytes, 0))} that {evidence.device.name} can give"
+    total = format_bytes(evidence.device.total_bytes)
+    limit = f"{format_bytes(max(evidence.limit_bytes, 0))} that {evidence.device.name} can give of its {total}"
     if required is None or required <= evidence.limit_bytes:
         problem = f"a micro-batch of {size} does not fit in the {limit}"
     else:
@@ -32,7 +33,9 @@ def what_would_fit(recipe: Recipe, evidence: Evidence, goal: Goal) -> str:
         *(["an optimizer with less state (SGD, 8-bit)"] if "adam" in recipe.optimizer.lower() else []),
         "a smaller model or smaller inputs",
         *(["closing what else uses the device"] if evidence.kind == "measured" else []),
-        "a device with more memory" + (f", such as {larger.device.name}" if larger else ""),
+        "more memory (--memory SIZE)"
+        if evidence.device.slug == "cpu"
+        else "a device with more memory" + (f", such as {larger.device.name}" if larger else ""),
     ]
     return f"{problem}. What can make it fit: {'; '.join(remedies)}"
 

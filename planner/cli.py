@@ -187,8 +187,9 @@ def plan_command(
 @main.command("script")
 @click.argument("plan_path", metavar="PLAN")
 @options.script_path
+@options.parts
 @options.force
-def script_command(plan_path: str, script_path: str, force: bool) -> None:
+def script_command(plan_path: str, script_path: str, parts: tuple[str, ...] | None, force: bool) -> None:
     """Write train.py again from PLAN.
 
     The model's file is looked for in this folder, then in that of PLAN.
@@ -198,7 +199,7 @@ def script_command(plan_path: str, script_path: str, force: bool) -> None:
     plan = files.read_plan(plan_path)
     model = files.find_model(plan, plan_path)
     files.check_outputs(model, {"--script": script_path}, force=force, inputs={"PLAN": plan_path})
-    files.write_script(plan, script_path, force=force, plan_path=plan_path)
+    files.write_script(plan, script_path, force=force, plan_path=plan_path, parts=parts or ())
     say_what_is_next(plan, f"{script_path}, which trains {model}", report.next_step(plan, script_path))
 
 

@@ -8,7 +8,7 @@ import secrets
 import shutil
 import stat
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from gradplan import plan as plan_files
@@ -30,21 +30,29 @@ def write_plan(plan: Plan, path: str | Path, *, force: bool = False) -> None:
     write_atomically(path, to_json(plan))
 
 
-def write_script(plan: Plan, path: str | Path, *, force: bool = False, plan_path: str | Path | None = None) -> None:
-    """Write train.py; ``force`` overwrites whatever is at ``path``.
+def write_script(
+    plan: Plan,
+    path: str | Path,
+    *,
+    force: bool = False,
+    plan_path: str | Path | None = None,
+    parts: Collection[str] = (),
+) -> None:
+    """Write train.py; ``force`` overwrites whatever is at ``path``. ``parts``: as ``gradplan script --with``.
 
     The script finds the model's file from its own folder, so the model's file must be where the plan says:
     relative to the working folder, or else to the folder of ``plan_path``, if it was typed that way.
 
     Raises:
-        UsageError: as ``check_output``, or the model's file is not there, or ``path`` is that file.
+        UsageError: as ``check_output``, or the model's file is not there, or ``path`` is that file, or the parts
+            do not go together or with the plan.
         GradplanError: the file cannot be written after all.
     """
     model = find_model(plan, plan_path)
     if is_same_file(path, model):
         raise UsageError(f"{path} is the model's own file; write the script elsewhere")
     check_output(path, force=force)
-    write_atomically(path, script_files.render(plan, Path(path), model))
+    write_atomically(path, script_files.render(plan, Path(path), model, parts))
 
 
 def find_model(plan: Plan, plan_path: str | Path | None = None) -> Path:

@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from gradplan.parts import PARTS, as_parts
 from gradplan.probes.errors import UsageError
 from gradplan.units import parse_size
 
@@ -88,7 +89,9 @@ def version(show: Callable[..., None]) -> Option:
     return click.option("--version", callback=show, help="say which it is", **flags)
 
 
-device = click.option("--device", metavar="D", help="GPU to simulate, as in 'gradplan gpus'; else rtx-4090")
+device = click.option(
+    "--device", metavar="D", help="GPU to simulate, as in 'gradplan gpus', or cpu, which is measured; else rtx-4090"
+)
 memory = click.option(
     *("--memory", "memory_bytes"),
     metavar="SIZE",
@@ -126,6 +129,12 @@ script_path = click.option(
     "--script", "script_path", metavar="PATH", default="train.py", help="where to write the script"
 )
 new_plan_path = click.option("--plan", "new_plan_path", metavar="PATH", help="where to write; else over PLAN")
+parts = click.option(
+    *("--with", "parts"),
+    metavar="PARTS",
+    callback=checked(as_parts),
+    help=f"parts to add: {','.join(PARTS)}",
+)
 trainer = click.option("--for", "trainer", metavar="TRAINER", type=click.Choice(TRAINERS), help=", ".join(TRAINERS))
 force = _flag("--force", help="overwrite a file that is not gradplan's, or was edited")
 force_at_path = _flag("--force", help="overwrite the file at PATH")

@@ -140,6 +140,8 @@ def from_json(text: str, name: str = "the plan file") -> Plan:
             f"one reads schema {SCHEMA}. Upgrade gradplan, or probe again"
         )
     data.pop("sha256", None)
+    if isinstance(schema, bool):
+        raise GradplanError(f"{name} is damaged (written by gradplan {writer}): schema is {schema}")
     try:
         return Plan.model_validate_json(json.dumps(data), strict=True)
     except ValidationError as error:

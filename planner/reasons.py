@@ -131,7 +131,7 @@ def needed_bytes(trial: Trial) -> int | None:
 
 def size_on(other: Capacity, plan: Plan) -> str:
     """The largest micro-batch there; "at least" where the probe tried no larger one and this plan could use it."""
-    size = other.max_micro_batch_size
+    size = min(other.max_micro_batch_size, plan.effective_batch_size // plan.world_size)
     if not size:
         return "does not fit"
     return f"at least {size}" if _is_open(other, plan) else str(size)

@@ -9,21 +9,22 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import itertools
 import json
 import os
 import re
 import textwrap
+from collections.abc import Collection
 from importlib import resources
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from jinja2 import Environment, StrictUndefined, Template
 
+from gradplan import decisions
+from gradplan.parts import check_parts, notes
 from gradplan.paste import definitions, needed_definitions, with_needed_imports
 from gradplan.plan import Plan
 from gradplan.probes.evidence import Recipe
-from gradplan.units import format_bytes
 
 _SOURCES = (  # the title of the section in train.py, and where it comes from
     ("How a step is split", "gradplan", "window.py"),
@@ -32,6 +33,9 @@ _SOURCES = (  # the title of the section in train.py, and where it comes from
     ("The same samples and random numbers after --resume", "gradplan.probes", "drawing.py"),
     ("What the ranks tell each other", "gradplan.probes", "ranks.py"),
     ("Checkpoints", "gradplan.probes", "checkpoints.py"),
+    ("Gradients of several ranks, in a wrapper", "gradplan.probes", "wrappers.py"),
+    ("The gradient noise scale", "gradplan.probes", "noise.py"),
+    ("The average of the weights", "gradplan.probes", "averaging.py"),
 )
 _OURS = {
     "compute_loss": "model_loss",
@@ -42,13 +46,18 @@ _HEADER = re.compile(r"# gradplan wrote what follows; its sha256 was ([0-9a-f]{6
 _WIDTH = 100
 
 
-def render(plan: Plan, script_path: Path, model_path: Path) -> str:
-    """The text of train.py, sealed: the same plan and paths always give the same text.
+def render(plan: Plan, script_path: Path, model_path: Path, parts: Collection[str] = ()) -> str:
+    """The text of train.py, sealed: the same plan, paths and parts always give the same text.
 
-    ``script_path`` is where it will be written; the script finds ``model_path`` from its own folder.
+    ``script_path`` is where it will be written; the script finds ``model_path`` from its own folder. ``parts``
+    are some of ``gradplan.parts.PARTS``.
+
+    Raises:
+        UsageError: the parts do not go together, or not with the plan.
     """
+    check_parts(plan, parts)
     template = _frame()
-    context = _context(plan, script_path, model_path)
+    context = {**_context(plan, script_path, model_path), **_context_of_parts(plan, parts)}
     sources = {title: _read(package, name) for title, package, name in _SOURCES}
     frame = template.render(context, functions="")
     needed = set(needed_definitions(frame, sources.values()))
@@ -100,22 +109,53 @@ def _context(plan: Plan, script_path: Path, model_path: Path) -> dict[str, Any]:
         "is_configured": "configure_optimizers" in recipe.lightning,
         "is_scheduled": "schedule" in recipe.lightning,
         "drops_lone_samples": drops_lone_samples,
-        "headline": _headline(plan, model_path.name),
+        "headline": decisions.headline(plan, model_path.name),
         "script_name": script_path.name,
         "model_name": model_path.name,
         "model_file": _path_from(script_path, model_path),
-        "decisions": _decisions(plan),
-        "limit_reason": _LIMIT_REASONS[plan.limited_by],
+        "decisions": decisions.decisions(plan),
+        "limit_reason": decisions.LIMIT_REASONS[plan.limited_by],
         "base_batch_note": "" if plan.base_batch_size is None else f", for a batch of {plan.base_batch_size}",
-        "factor_reason": _factor_reason(plan),
-        "rate_factors": _rate_factors(plan),
-        "run": ", run_loss_by_loss" if plan.backward == "sequential" else "",
+        "factor_reason": decisions.factor_reason(plan),
+        "rate_factors": decisions.rate_factors(plan),
+        "run": _run(plan),
+        "has_one_loss": not _run(plan),
         "collate": _collate(names),
         "validation_collate": _collate(names, "collate_fn_validation"),
         "build_model": _build_model(recipe),
-        "may_be_built_on_import": _build_model(recipe) != f"model_py.{recipe.builder}()",
         **_builders(recipe, names),
     }
+
+
+def _context_of_parts(plan: Plan, parts: Collection[str]) -> dict[str, Any]:
+    has_batch_norm, is_sharded = plan.recipe.has_batch_norm, "fsdp" in parts
+    names = frozenset(plan.recipe.names)
+    compute_loss = _builders(plan.recipe, names)["compute_loss"]
+    base = plan.base_batch_size
+    evaluated = "average.module" if "ema" in parts else "model"
+    wrapper = "sharded_average" if "ema" in parts else "sharded"
+    return {
+        "parts": frozenset(parts),
+        "cautions": [warning.message for warning in plan.warnings] + notes(plan, parts),
+        "is_open": not {"ddp", "fsdp", "noise", "tensorboard"}.isdisjoint(parts),
+        "has_batch_norm": has_batch_norm,
+        "watched": "noise.watched(window)" if "noise" in parts else "window",
+        "num_in_window": "len(window)" if plan.recipe.num_counts or "count_items" in names else "len(parts[rank])",
+        "backward": ", backward=backward" if plan.precision == "16-mixed" else "",
+        "update_average": "update_average(average, model)" if has_batch_norm else "average.update_parameters(model)",
+        "ema_batch_note": "per optimizer step" if base is None else f"per optimizer step of {base} samples",
+        "ema_exponent": "" if base in (None, plan.effective_batch_size) else f"{plan.effective_batch_size} / {base}",
+        "evaluated": f"{evaluated}, {wrapper}" if is_sharded else evaluated,
+        "evaluated_loss": f"evaluated_in(sharded, {compute_loss})" if is_sharded else compute_loss,
+    }
+
+
+def _run(plan: Plan) -> str:
+    """How a micro-batch is run, as one more argument; none where there is one loss."""
+    if plan.backward == "sequential":
+        return ", run_loss_by_loss"
+    has_several_losses = plan.evidence.has_several_losses or (plan.recipe.num_counts or 1) > 1
+    return ", run_losses_together" if has_several_losses else ""
 
 
 def _builders(recipe: Recipe, names: frozenset[str]) -> dict[str, str]:
@@ -128,86 +168,6 @@ def _builders(recipe: Recipe, names: frozenset[str]) -> dict[str, str]:
 def _collate(names: frozenset[str], *others: str) -> str:
     name = next((name for name in (*others, "collate_fn") if name in names), None)
     return "default_collate" if name is None else f"model_py.{name}"
-
-
-_LIMIT_REASONS = {
-    "memory": "the most that fits",
-    "target": "one optimizer step needs no more",
-    "dataset": "the dataset has no more",
-    "option": "no more was asked for",
-}
-
-
-def _headline(plan: Plan, model_name: str) -> str:
-    batch = f"{plan.effective_batch_size} samples per optimizer step"
-    if plan.accumulation_steps > 1:
-        batch += f", in micro-batches of at most {plan.max_micro_batch_size}"
-    return f"Train {model_name}: {batch}."
-
-
-def _decisions(plan: Plan) -> list[tuple[str, str]]:
-    """(what, why) for the docstring."""
-    return [
-        ("device", _device(plan)),
-        ("memory", _memory(plan)),
-        ("window", _window(plan)),
-        ("learning rate", _learning_rate(plan)),
-        ("precision", plan.precision),
-    ]
-
-
-def _device(plan: Plan) -> str:
-    evidence = plan.evidence
-    limit, total = format_bytes(evidence.limit_bytes), format_bytes(evidence.device.total_bytes)
-    return f"{evidence.device.name}, {evidence.kind}: {limit} of its {total} for tensors"
-
-
-def _memory(plan: Plan) -> str:
-    size = plan.max_micro_batch_size
-    peak: int | None = None
-    for trial in plan.evidence.trials:
-        if trial.fits and trial.micro_batch_size == size:
-            peak = trial.required_bytes or trial.peak_reserved_bytes or trial.peak_allocated_bytes
-    needs = "" if peak is None else f" needs {format_bytes(peak)}"
-    return f"a micro-batch of {size}{needs}: {_LIMIT_REASONS[plan.limited_by]}"
-
-
-def _window(plan: Plan) -> str:
-    runs = [(size, len(list(group))) for size, group in itertools.groupby(plan.micro_batch_sizes)]
-    sizes = " + ".join(str(size) if count == 1 else f"{count} x {size}" for size, count in runs)
-    batch = plan.effective_batch_size
-    if plan.world_size > 1:
-        return f"{sizes} samples on each of {plan.world_size} ranks, {batch} in all; other numbers of ranks work too"
-    if plan.accumulation_steps == 1:
-        return f"{sizes} samples at once"
-    return f"{sizes} samples, weighted so that their gradients add up to that of the mean over all {batch}"
-
-
-def _learning_rate(plan: Plan) -> str:
-    if plan.base_learning_rate is None or plan.learning_rate is None:
-        return "unknown: give --learning-rate, or set LEARNING_RATE in the model's file and probe again"
-    if not _rate_factors(plan):
-        return f"{plan.base_learning_rate:.3g}, as in the recipe"
-    reasons = [f"{plan.learning_rate_rule} rule for {plan.optimizer}", f"confidence: {plan.confidence}"]
-    if plan.learning_rate_multiplier != 1:
-        reasons.insert(1, f"x {plan.learning_rate_multiplier:.3g} found by tuning")
-    base = f"{plan.base_learning_rate:.3g}"
-    if plan.base_batch_size is not None:
-        base += f" for a batch of {plan.base_batch_size}"
-    return f"{base} becomes {plan.learning_rate:.3g} for {plan.effective_batch_size} ({'; '.join(reasons)})"
-
-
-def _factor_reason(plan: Plan) -> str:
-    ratio = f"{plan.effective_batch_size} / {plan.base_batch_size}"
-    return f"sqrt({ratio})" if plan.learning_rate_rule == "sqrt" else ratio
-
-
-def _rate_factors(plan: Plan) -> list[str]:
-    factors = {
-        "LEARNING_RATE_FACTOR": plan.learning_rate_factor,
-        "LEARNING_RATE_MULTIPLIER": plan.learning_rate_multiplier,
-    }
-    return [name for name, factor in factors.items() if factor != 1]
 
 
 def _path_from(script_path: Path, model_path: Path) -> str:

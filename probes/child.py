@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 
 import psutil
 
@@ -30,18 +31,21 @@ def run_in_child(job: Job, folder: str) -> Report | None:
         UserCodeError: the user's code failed, or ended the process.
     """
     safe_path = ["-P"] if sys.version_info >= (3, 11) else []  # the working folder's files shadow no library
-    process = subprocess.Popen(
-        [sys.executable, *safe_path, "-m", "gradplan.probes.worker", job.model_dump_json()],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        cwd=folder,
-        start_new_session=True,  # a group of its own, to be killed as one
-    )
-    try:
-        is_too_large, text = _watched(process, job.memory_bytes)
-    finally:
-        _kill(process)
-    lines = [line for line in text.decode("utf-8").splitlines(keepends=True) if line.endswith("\n")]
+    with tempfile.TemporaryFile() as out:  # not a pipe, which what the user's code starts might keep open
+        process = subprocess.Popen(
+            [sys.executable, *safe_path, "-m", "gradplan.probes.worker", job.model_dump_json()],
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            cwd=folder,
+            start_new_session=True,  # a group of its own, to be killed as one
+        )
+        try:
+            is_too_large = _outgrows(process, job.memory_bytes)
+        finally:
+            _kill(process)
+        out.seek(0)
+        text = out.read().decode("utf-8")
+    lines = [line for line in text.splitlines(keepends=True) if line.endswith("\n")]
     report = Report.model_validate_json(lines[-1]) if lines else None
     if report is not None and report.error is not None:
         raise UserCodeError(report.error, report.details)
@@ -52,17 +56,17 @@ def run_in_child(job: Job, folder: str) -> Report | None:
     return report
 
 
-def _watched(process: subprocess.Popen[bytes], most_bytes: int) -> tuple[bool, bytes]:
-    """Whether it grew beyond ``most_bytes``, and all that it wrote."""
-    is_too_large = False
+def _outgrows(process: subprocess.Popen[bytes], most_bytes: int) -> bool:
+    """Wait until it ends; whether it grew beyond ``most_bytes`` before."""
     with contextlib.suppress(psutil.Error):
         inside = psutil.Process(process.pid)
-        while process.poll() is None and not is_too_large:
+        while inside.memory_info().rss <= most_bytes:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                return False, process.communicate(timeout=POLL_SECONDS)[0]
-            is_too_large = inside.memory_info().rss > most_bytes
-    _kill(process)
-    return is_too_large, process.communicate()[0]
+                process.wait(timeout=POLL_SECONDS)
+                return False
+        return process.poll() is None
+    process.wait()
+    return False
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:

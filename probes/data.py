@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import random
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -41,6 +42,13 @@ class UserData:
 
     def _has(self, name: str) -> bool:
         return self._find(name) is not None
+
+    def line_of(self, name: str) -> str:
+        """``model.py:12: `` where the function of that name begins; nothing where nobody knows."""
+        try:
+            return f"{self.path}:{inspect.getsourcelines(self._find(name))[1]}: "
+        except (OSError, TypeError):
+            return ""
 
     def reload(self) -> None:
         """Import the file anew, for what its code keeps between calls; all stays where that fails."""

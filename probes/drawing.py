@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
+import math
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,7 +23,7 @@ from gradplan.probes.ranks import add_up
 
 def shuffled(num_samples: int, seed: int, epoch: int) -> list[int]:
     """The order of one epoch: a function of (seed, epoch) alone."""
-    generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
+    generator = torch.Generator().manual_seed(seed_from(seed, epoch))
     return torch.randperm(num_samples, generator=generator).tolist()
 
 
@@ -131,7 +132,12 @@ def shares_of(
 
     ``counts`` holds ``num_counts`` numbers per micro-batch. A share of a loss without any item is 0. The
     second answer is whether the window has any item, on whatever rank.
+
+    Raises:
+        ValueError: another number of counts.
     """
+    if any(len(row) != num_counts for row in counts):
+        raise ValueError(f"count_items must always give {num_counts} numbers, as it did when it was probed")
     dtype = torch.float32 if device.type == "mps" else torch.float64
     table = torch.tensor([list(row) for row in counts], dtype=dtype, device=device).reshape(-1, num_counts)
     totals = table.sum(0)
@@ -140,5 +146,12 @@ def shares_of(
 
 
 def as_counts(counted: Any) -> list[float]:
-    """What ``count_items`` gave as numbers: one, or one per loss."""
-    return [float(count) for count in (counted if isinstance(counted, (tuple, list)) else (counted,))]
+    """What ``count_items`` gave as numbers: one, or one per loss.
+
+    Raises:
+        ValueError: one is no number of things.
+    """
+    counts = [float(count) for count in (counted if isinstance(counted, (tuple, list)) else (counted,))]
+    if not all(0 <= count < math.inf for count in counts):
+        raise ValueError(f"count_items gave {counts}; it must give numbers of at least 0")
+    return counts

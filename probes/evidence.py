@@ -5,9 +5,9 @@ Bytes are bytes, times are seconds, batch sizes are samples.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 Precision = Literal["32-true", "bf16-mixed", "16-mixed", "bf16-true"]
 Backward = Literal["joint", "sequential"]
@@ -17,6 +17,13 @@ class Frozen(BaseModel):
     """Data that leaves the process: immutable, no unknown keys, no NaN."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+def _identifier(name: str) -> str:
+    """As it stands in train.py's code."""
+    if not name.isidentifier():
+        raise ValueError(f"{name!r} is not a name")
+    return name
 
 
 class Notice(Frozen):
@@ -82,6 +89,7 @@ class Evidence(Frozen):
     others: tuple[Capacity, ...] = ()
     backward: Backward = "joint"
     backward_peaks: tuple[BackwardPeak, ...] = ()
+    has_several_losses: bool = False
     notices: tuple[Notice, ...] = ()
 
 
@@ -97,7 +105,7 @@ class Recipe(Frozen):
     """
 
     model: str
-    builder: str = "build_model"
+    builder: Annotated[str, AfterValidator(_identifier)] = "build_model"
     names: tuple[str, ...]
     optimizer: str
     num_parameters: int
@@ -106,7 +114,7 @@ class Recipe(Frozen):
     dataset_length: int | None = None
     batch_multiple: int = 1
     has_batch_norm: bool = False
-    num_counts: int | None = None
+    num_counts: int | None = Field(default=None, ge=1)
     is_stream: bool = False
     lightning: tuple[Literal["training_step", "configure_optimizers", "schedule"], ...] = ()
     notices: tuple[Notice, ...] = ()

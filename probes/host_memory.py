@@ -105,6 +105,12 @@ def _left_in(group: Path, limit_name: str, use_name: str, cache_name: str) -> li
     return [max(0, limit - use + int(stat.get(cache_name, 0)))]  # pages of files are given back under pressure
 
 
+def die_first() -> None:
+    """Where the system runs out of memory after all, it ends this process and no other."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")
+
+
 def die_with(parent_pid: int) -> None:
     """From here on this process ends when ``parent_pid``, which started it, does, however that comes about."""
     if sys.platform == "linux":

@@ -22,10 +22,16 @@ def defines(model: nn.Module, name: str) -> bool:
 
 
 def training_step_loss(model: nn.Module, batch: Any) -> Any:
-    """What ``training_step`` returns: the loss, or a dict that holds it."""
+    """What ``training_step`` returns: the loss, or a dict that holds it.
+
+    Raises:
+        TypeError: it returns nothing.
+    """
     training_step: Any = model.training_step
     takes_index = len(inspect.signature(training_step).parameters) > 1
     output = training_step(batch, 0) if takes_index else training_step(batch)
+    if output is None:
+        raise TypeError("training_step returned None, which cannot skip a micro-batch here; return a loss")
     return output["loss"] if isinstance(output, Mapping) else output
 
 

@@ -66,6 +66,7 @@ class Measurement:
         self._trials: dict[int, Trial] = {}
         self._notices: list[Notice] = []
         self._trained: tuple[str, ...] = ()
+        self._has_several_losses = self._has_own_backwards = False
         self.total_bytes = 0
         self.limit_bytes = 0
 
@@ -107,12 +108,14 @@ class Measurement:
             trials=tuple(self._trials.values()),
             backward=self._backward,
             backward_peaks=peaks,
+            has_several_losses=self._has_several_losses,
             notices=tuple(self._notices),
         )
 
     def _begin(self, size: int) -> None:
         """The first trial, and what only a call shows: are there several losses, may they go one by one?"""
         report = self._run(size, self._backward)
+        self._has_several_losses = report.yields_losses
         if report.yields_losses and self._backward == "joint":
             self._backward = "sequential"
             report = self._run(size, self._backward)
@@ -123,7 +126,7 @@ class Measurement:
         if report.peak_bytes is not None and report.peak_bytes - report.context_bytes <= SMALL_STEP_BYTES:
             checked = self._run(size, self._backward, "check")
             self._notices += checked.notices
-            if not checked.is_exact_loss_by_loss:
+            if not checked.is_exact_loss_by_loss and not report.own_backwards:
                 self._notices.append(Notice(code="sequential-not-exact", message=NOT_EXACT))
                 self._backward = "joint"
                 report = self._run(size, self._backward)
@@ -206,6 +209,7 @@ class Measurement:
         )
         self._trials[size] = trial
         self._trained = report.trained or self._trained
+        self._has_own_backwards |= report.own_backwards > 0
         return trial
 
     def _peak(self, report: Report) -> int | None:
@@ -250,6 +254,8 @@ class Measurement:
         A trunk that was cut at its output has no joint form: its sum alone would not train the trunk.
         """
         sequential = self._trials[size]
+        if self._has_own_backwards:
+            return ()
         try:
             report = self._run(size, "joint")
         except UserCodeError:

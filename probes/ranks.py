@@ -6,6 +6,7 @@ run several backwards. Parts of this file are copied word for word into train.py
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Iterable
 
@@ -26,6 +27,9 @@ def start_ranks(device_name: str) -> tuple[int, int, torch.device]:
     if device.type != "cpu":
         device = torch.device(device.type, int(os.environ["LOCAL_RANK"]))
         torch.accelerator.set_device_index(device.index)
+    # Defaults of its functions keep a group that is there when it is imported, as by an optimizer: its threads would
+    # live on while Python ends, which aborts the process.
+    importlib.import_module("torch.distributed.nn.functional")
     dist.init_process_group("gloo" if device.type == "cpu" else None)
     return dist.get_rank(), world_size, device
 
@@ -36,8 +40,9 @@ def are_ranks() -> bool:
 
 
 def stop_ranks() -> None:
-    """Part from the others, at the end."""
+    """Part from the others, when all have come to their end: the first one may still be saving."""
     if are_ranks():
+        dist.barrier()
         dist.destroy_process_group()
 
 
@@ -49,9 +54,16 @@ def add_up(tensor: Tensor) -> None:
 
 def copy_from_first(model: nn.Module) -> None:
     """Every rank starts from the parameters and buffers of the first."""
-    if are_ranks():
-        for tensor in (*model.parameters(), *model.buffers()):
-            dist.broadcast(tensor.detach(), src=0)
+    for tensor in (*model.parameters(), *model.buffers()):
+        copy_tensor_from_first(tensor.detach())
+
+
+def copy_tensor_from_first(tensor: Tensor) -> None:
+    """The first rank's values on every rank, as bytes: not every type can be sent."""
+    if are_ranks() and tensor.numel():
+        flat = tensor.reshape(-1).contiguous()
+        dist.broadcast(flat.view(torch.uint8), src=0)
+        tensor.copy_(flat.view_as(tensor))
 
 
 def add_up_over_ranks(model: nn.Module, loss: Tensor) -> None:
@@ -97,13 +109,21 @@ def buckets(tensors: Iterable[Tensor], num_bytes: int = 64 * 2**20) -> Iterable[
         yield bucket
 
 
-def average_batch_norm(model: nn.Module) -> None:
-    """Each rank's BatchNorm has seen other samples: their running statistics become the mean over ranks."""
+def agree_on_buffers(model: nn.Module) -> None:
+    """Buffers that saw other samples on each rank: BatchNorm's statistics become their mean over ranks.
+
+    All others become what the first rank has, whose buffers a checkpoint holds.
+    """
     if not are_ranks():
         return
+    averaged: set[Tensor] = set()
     for module in model.modules():
         if isinstance(module, nn.modules.batchnorm._NormBase):
             for buffer in (module.running_mean, module.running_var):
-                if buffer is not None:
+                if buffer is not None and buffer not in averaged:
+                    averaged.add(buffer)
                     dist.all_reduce(buffer)
                     buffer /= dist.get_world_size()
+    for buffer in model.buffers():
+        if buffer not in averaged:
+            copy_tensor_from_first(buffer)

@@ -97,6 +97,7 @@ class Simulation:
             trials=tuple(self._trials.values()),
             others=tuple(self._capacity(gpu, curve, whole, ceiling) for gpu in others) if curve else (),
             backward=self._tracer.backward or "joint",
+            has_several_losses=self._workload.yields_losses,
             backward_peaks=() if forms is None else forms.peaks(self._largest_tried()),
             notices=(*self._tracer.notices, *self._notices),
         )

@@ -86,6 +86,25 @@ def check_loss(loss: Any) -> Tensor:
     return loss
 
 
+def run_micro_batch(
+    model: nn.Module,
+    batch: Any,
+    compute_loss: Callable[[nn.Module, Any], Any],
+    share: float,
+    autocast: AbstractContextManager[Any],
+    backward: Callable[[Tensor], Any] = Tensor.backward,
+) -> Tensor:
+    """Forward and backward of a micro-batch, whose graph is freed on return.
+
+    ``share`` is its part of the window: items here / items of the window. Returns the loss times its share, a
+    detached scalar, so that a window's results add up to the mean over its items.
+    """
+    with autocast:
+        loss = check_loss(compute_loss(model, batch)) * share
+    backward(loss)
+    return loss.detach().float().reshape(())
+
+
 def share_of_each(share: float | Sequence[float]) -> Iterator[float]:
     """One share per loss; a single one serves every loss."""
     if isinstance(share, Sequence):
@@ -115,7 +134,7 @@ def check_shares_are_used(share: float | Sequence[float], left: Iterator[float])
         raise TypeError("count_items gives more numbers than compute_loss gives losses")
 
 
-def run_micro_batch(
+def run_losses_together(
     model: nn.Module,
     batch: Any,
     compute_loss: Callable[[nn.Module, Any], Any],
@@ -123,10 +142,9 @@ def run_micro_batch(
     autocast: AbstractContextManager[Any],
     backward: Callable[[Tensor], Any] = Tensor.backward,
 ) -> Tensor:
-    """Forward and one backward of a micro-batch, whose graph is freed on return; several losses are summed.
+    """As ``run_micro_batch``, for the sum of the losses that ``compute_loss`` yields: one backward for all.
 
-    ``share`` is its part of the window: items here / items of the window, one number or one per loss. Returns
-    the loss times its share, a detached scalar, so that a window's results add up to the mean over its items.
+    ``share`` may be one number per loss. A loss without items here is a mean over nothing, and stays out.
     """
     shares = share_of_each(share)
     with autocast:
@@ -134,7 +152,7 @@ def run_micro_batch(
         weighted = [
             check_loss(loss) * part
             for loss in (losses if isinstance(losses, Iterator) else (losses,))
-            if (part := next_share(shares)) > 0  # a mean over no items is NaN, and stays out
+            if (part := next_share(shares)) > 0
         ]
         check_shares_are_used(share, shares)
         if not weighted:
@@ -152,22 +170,24 @@ def run_loss_by_loss(
     autocast: AbstractContextManager[Any],
     backward: Callable[[Tensor], Any] = Tensor.backward,
 ) -> Tensor:
-    """As ``run_micro_batch``, with a backward after each loss that ``compute_loss`` yields.
+    """As ``run_losses_together``, with a backward after each loss that ``compute_loss`` yields.
 
     A graph is freed before the next one is built, so that only one is in memory; the gradients are equal.
     What follows the last ``yield`` runs too: it carries the gradient back through a trunk that was cut.
     """
     shares = share_of_each(share)
     losses = compute_loss(model, batch)
-    results = []
+    results: list[Tensor] = []
+    end: Any = object()
     while True:
         with autocast:
-            loss = next(losses, None)
-            if loss is None:
+            loss = next(losses, end)
+            if loss is end:
                 break
             part = next_share(shares)
-            loss = check_loss(loss) * part
-        if part > 0:  # a mean over no items is NaN, and stays out
+            if part > 0:  # a mean over no items is NaN, and stays out
+                loss = check_loss(loss) * part
+        if part > 0:
             backward(loss)
             results.append(loss.detach().float().reshape(()))
         del loss  # one that stayed out has had no backward, which would have freed its graph
@@ -300,7 +320,7 @@ def evaluate(
     for batch, counts in batches:
         with autocast_for(device, precision):
             losses = compute_loss(model, move_to(batch, device, dtype))
-            values = [loss.float() for loss in (losses if isinstance(losses, Iterator) else (losses,))]
+            values = [loss.float().reshape(()) for loss in (losses if isinstance(losses, Iterator) else (losses,))]
         if num_counts == 1:
             values = [torch.stack(values).sum()]
         for index, (value, count) in enumerate(zip(values, counts, strict=True)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import traceback
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -124,13 +125,24 @@ class Workload(UserData):
             raise UserCodeError(f"no loss: the model returned a tensor of shape {tuple(loss.shape)}; {paste}")
         return loss
 
-    def _check_scheduler(self, optimizer: Optimizer) -> None:
-        """train.py steps it once per optimizer step, without arguments."""
-        builder = self._find("build_scheduler")
-        if builder is None:
+    def _check_scheduler(self, model: nn.Module, optimizer: Optimizer) -> None:
+        """train.py steps it once per optimizer step, without arguments, on the optimizer with its rates scaled."""
+        if not self._has("build_scheduler"):
             return
+        scaled = self.build_optimizer(model)
+        step.scale_learning_rates(scaled, 2.0)
+        peaks = [self._peak_rate(one) for one in (optimizer, scaled)]
+        if peaks[1] < 1.5 * peaks[0]:
+            message = (
+                "build_scheduler sets learning rates of its own, whatever the optimizer has: a scaled rate does not "
+                "reach training. Take them from the optimizer, for example max_lr=optimizer.param_groups[0]['lr']"
+            )
+            self.notices.append(Notice(code="schedule-sets-rate", message=message))
+
+    def _peak_rate(self, optimizer: Optimizer) -> float:
+        """The highest rate of the first group in a schedule of 100 steps."""
         with user_code("build_scheduler(optimizer, num_steps)"):
-            scheduler = builder(optimizer, 100)
+            scheduler = self.module.build_scheduler(optimizer, 100)
         if not isinstance(scheduler, LRScheduler):
             kind = type(scheduler).__name__
             raise UserCodeError(f"build_scheduler returned {kind}; it must return a torch LRScheduler")
@@ -139,16 +151,22 @@ class Workload(UserData):
                 "build_scheduler returned ReduceLROnPlateau, which needs a validation loss at each step; return one "
                 "that follows the steps, for example torch.optim.lr_scheduler.CosineAnnealingLR"
             )
+        rates = []
+        with warnings.catch_warnings(), user_code("the scheduler's step()"):
+            warnings.simplefilter("ignore")  # of a scheduler that steps before the optimizer
+            for _ in range(99):
+                rates.append(learning_rates(optimizer)[0] or 0.0)
+                scheduler.step()
+        return max(rates)
 
     def recipe(self, model: nn.Module, optimizer: Optimizer) -> Recipe:
         """What the planner reads, from a model and an optimizer that were built (fake tensors will do)."""
-        rate = self.base_learning_rate or self._rate_of_file(model, optimizer)
+        rate = self._recipe_rate(model, optimizer)
         is_default = not self._has("build_optimizer") and not self._is_configured(model)
         if rate is not None and self.base_learning_rate is None and is_default:
             message = f"nobody gave a learning rate: {rate:g} is AdamW's default. Set LEARNING_RATE or --base-lr"
             self.notices.append(Notice(code="learning-rate-default", message=message))
-        self._note_unused_rate(optimizer)
-        self._check_scheduler(optimizer)
+        self._check_scheduler(model, optimizer)
         return Recipe(
             model=self.typed,
             builder=self.builder_name,
@@ -178,17 +196,19 @@ class Workload(UserData):
                 parts.append("schedule")
         return tuple(parts)
 
-    def _note_unused_rate(self, optimizer: Optimizer) -> None:
-        """Say it where the recipe's rate is not the optimizer's: train.py scales what the optimizer has."""
-        rates = learning_rates(optimizer)
-        if self.base_learning_rate is not None and self.base_learning_rate not in rates and None not in rates:
-            shown = ", ".join(f"{rate:g}" for rate in dict.fromkeys(rates))
-            builder = "build_optimizer" if self._has("build_optimizer") else "configure_optimizers"
-            message = (
-                f"the recipe's learning rate is {self.base_learning_rate:g}, and {builder} made an optimizer with "
-                f"{shown}: train.py scales those"
-            )
-            self.notices.append(Notice(code="learning-rate-not-used", message=message))
+    def _recipe_rate(self, model: nn.Module, optimizer: Optimizer) -> float | None:
+        """The rate that the plan scales: the recipe's, unless the optimizer has one of its own whatever it is given."""
+        wanted, own, rates = self.base_learning_rate, self._rate_of_file(model, optimizer), learning_rates(optimizer)
+        if wanted is None or wanted in rates or None in rates:
+            return own if wanted is None else wanted
+        shown = ", ".join(f"{rate:g}" for rate in dict.fromkeys(rates))
+        builder = "build_optimizer" if self._has("build_optimizer") else "configure_optimizers"
+        message = (
+            f"the recipe's learning rate is {wanted:g}, and {builder} made an optimizer with {shown}: train.py scales "
+            "those"
+        )
+        self.notices.append(Notice(code="learning-rate-not-used", message=message))
+        return wanted if own is None else own
 
     def _rate_of_file(self, model: nn.Module, optimizer: Optimizer) -> float | None:
         """The first group's rate, where the optimizer has its rates whatever it is given; None where it follows."""

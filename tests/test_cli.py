@@ -395,7 +395,7 @@ def test_only_promised_commands_and_options_exist() -> None:
     device = {"--device", "--memory", "--headroom", "--precision"}
     assert options_of("probe") == {"model", "--script", "-v", "--verbose"} | device | recipe | output
     assert options_of("plan") == {"plan_path"} | recipe | output
-    assert options_of("script") == {"plan_path", "--script", "--force"}
+    assert options_of("script") == {"plan_path", "--script", "--with", "--force"}
     assert options_of("show") == {"plan_path", "--for", "--json", "-v", "--verbose"}
     assert options_of("init") == {"path", "--force"}
     assert options_of("gpus") == {"--json"}

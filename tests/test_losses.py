@@ -18,7 +18,7 @@ import gradplan
 from gradplan.plan import Plan
 from gradplan.probes import step
 from gradplan.probes.batches import settings_kept
-from gradplan.probes.drawing import as_counts
+from gradplan.probes.drawing import as_counts, shares_of
 from gradplan.probes.errors import UserCodeError
 from gradplan.probes.evidence import Backward
 from gradplan.probes.simulator.tracer import Tracer
@@ -28,7 +28,7 @@ from gradplan.probes.workload import Workload
 Load = Callable[[str], Workload]
 Probe = Callable[[str], Plan]
 CPU = torch.device("cpu")
-BOTH_RUNS = pytest.mark.parametrize("run", [step.run_micro_batch, step.run_loss_by_loss])
+BOTH_RUNS = pytest.mark.parametrize("run", [step.run_losses_together, step.run_loss_by_loss])
 
 HEAD = """
 import torch
@@ -174,7 +174,7 @@ def test_a_backward_after_each_loss_saves_memory(workload: Load, joint: str, by_
 def test_the_gradients_are_those_of_the_sum(
     workload: Load, joint: str, by_loss: str, dtype: torch.dtype, tolerance: float
 ) -> None:
-    expected = gradients(workload(joint), step.run_micro_batch, dtype)
+    expected = gradients(workload(joint), step.run_losses_together, dtype)
     found = gradients(workload(by_loss), step.run_loss_by_loss, dtype)
     assert expected.norm() > 0
     assert (found - expected).norm() <= tolerance * expected.norm()
@@ -265,7 +265,7 @@ def test_the_losses_are_computed_inside_autocast_and_backward_runs_outside(run: 
     [
         (step.run_loss_by_loss, [1.0, 1.0], [False, False]),
         (step.run_loss_by_loss, [0.0, 1.0], [False, False]),  # without a backward that would free it
-        (step.run_micro_batch, [1.0, 1.0], [True, True]),
+        (step.run_losses_together, [1.0, 1.0], [True, True]),
     ],
 )
 def test_one_graph_is_alive_at_a_time(run: Callable[..., Tensor], shares: list[float], are_alive: list[bool]) -> None:
@@ -369,3 +369,39 @@ def test_a_graph_kept_from_the_step_before_shows_the_users_own_error(probe: Prob
         probe(text)
     assert "cut" not in str(refused.value).lower()
     assert "fit" not in str(refused.value)
+
+
+@BOTH_RUNS
+def test_a_loss_that_is_none_does_not_end_the_micro_batch(run: Callable[..., Tensor]) -> None:
+    def compute_loss(model: Pair, inputs: Tensor) -> Iterator[Tensor | None]:
+        yield model.first(inputs).sum()
+        yield None
+        yield model.second(inputs).sum()
+
+    with pytest.raises(TypeError, match="compute_loss gave NoneType"):
+        run(Pair(), torch.randn(2, 4), compute_loss, 1.0, nullcontext())
+
+
+@BOTH_RUNS
+def test_a_loss_without_items_needs_no_gradient(run: Callable[..., Tensor]) -> None:
+    def compute_loss(model: Pair, inputs: Tensor) -> Iterator[Tensor]:
+        yield torch.zeros(())
+        yield model.second(inputs).sum()
+
+    model = Pair()
+    run(model, torch.ones(2, 4), compute_loss, [0.0, 1.0], nullcontext())
+    assert model.second.weight.grad is not None
+
+
+@BOTH_RUNS
+def test_more_counts_than_losses_are_an_error(run: Callable[..., Tensor]) -> None:
+    with pytest.raises(TypeError, match="count_items gives more numbers"):
+        run(Pair(), torch.randn(2, 4), classified(torch.tensor([[0, 1], [2, 2]])), [0.5] * 3, nullcontext())
+
+
+@pytest.mark.parametrize("count", [float("nan"), -1, float("inf"), (1, -2)])
+def test_a_count_is_a_number_of_things(count: Any) -> None:
+    with pytest.raises(ValueError, match=r"count_items gave .* it must give numbers of at least 0"):
+        as_counts(count)
+    with pytest.raises(ValueError, match="must always give 2 numbers"):
+        shares_of([[1.0, 2.0], [1.0]], 2, CPU)

@@ -235,3 +235,37 @@ def test_buckets_hold_neighbours_of_one_type() -> None:
         [1],
     ]
     assert list(buckets([])) == []
+
+
+OWN_BUFFERS = """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.plain = nn.Linear(1, 4)
+        self.register_buffer("mean", torch.zeros(1, dtype=torch.float64))
+        self.register_buffer("kinds", torch.arange(3, dtype=torch.int16))
+    def forward(self, tokens):
+        inputs = tokens.clamp(min=0).unsqueeze(-1).to(self.mean.dtype)
+        if self.training:
+            self.mean.lerp_(inputs.mean(), 0.1)
+        return self.plain(inputs - self.mean.clone())
+
+def build_model():
+    torch.manual_seed(1)
+    return Net().double()
+"""
+
+
+def test_buffers_of_the_models_own_are_those_of_the_first_rank_after_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = MODEL.format(length=32, dtype="torch.float64", optimizer="SGD") + OWN_BUFFERS + STOPS
+    write_script(tmp_path, model, plan_for(COUNTED, 8, 4, num_counts=1))
+    whole, _ = train(tmp_path, 2, "--save-every", "2")
+    monkeypatch.setenv("STOP_AT", "4")
+    with pytest.raises(AssertionError):
+        train(tmp_path, 2, "--save-every", "2")
+    monkeypatch.delenv("STOP_AT")
+    resumed, output = train(tmp_path, 2, "--resume", str(tmp_path / "out2" / "checkpoint.pt"))
+    assert "going on after step 2" in output
+    assert relative_difference(resumed, whole) == 0.0

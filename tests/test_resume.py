@@ -201,8 +201,30 @@ def test_the_checkpoint_of_another_plan_is_refused(
     process = start(project, "--resume", str(out / "checkpoint.pt"), "--out", str(out), *options)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 1
-    assert re.search(rf"checkpoint\.pt is of another plan: {difference}\n", output), output
+    assert re.search(rf"checkpoint\.pt is of another plan: {difference}; start it as", output), output
     assert (out / "checkpoint.pt").read_bytes() == before
+
+
+SHUFFLED = """
+def build_dataset():
+    indices = list(range(30))
+    random.shuffle(indices)
+    return torch.utils.data.Subset(Noisy(), indices)
+"""
+
+
+def test_a_dataset_that_is_shuffled_when_it_is_built_is_the_same_in_every_process(project: Path) -> None:
+    write_script(project, MODEL.format(sleep=0) + SHUFFLED, plan_for(MODEL_NAMES, WINDOW, MICRO, has_batch_norm=True))
+    for name in ("one", "other"):
+        finish(project, "--out", str(project / name))
+    assert are_equal(weights(project / "one"), weights(project / "other"))
+
+
+def test_new_checkpoints_go_to_the_folder_of_the_old_one(project: Path) -> None:
+    finish(project, "--out", str(project / "run"))
+    before = (project / "run" / "checkpoint.pt").stat().st_mtime_ns
+    finish(project, "--resume", str(project / "run" / "checkpoint.pt"), "--epochs", "1")
+    assert (project / "run" / "model.pt").stat().st_mtime_ns > before
 
 
 # Checkpoint files
@@ -211,8 +233,10 @@ def test_the_checkpoint_of_another_plan_is_refused(
 def test_a_file_that_is_no_checkpoint_is_said_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="there is no file"):
         load_checkpoint(tmp_path / "none.pt")
+    with pytest.raises(ValueError, match=r"is a folder: name the checkpoint\.pt"):
+        load_checkpoint(tmp_path)
     (tmp_path / "text.pt").write_text("hello")
-    with pytest.raises(ValueError, match="cannot be read as a checkpoint"):
+    with pytest.raises(ValueError, match="damaged, or no checkpoint"):
         load_checkpoint(tmp_path / "text.pt")
     torch.save({"weight": torch.ones(1)}, tmp_path / "model.pt")
     with pytest.raises(ValueError, match=r"is no checkpoint .* called checkpoint\.pt"):
@@ -226,7 +250,7 @@ class Evil:
 
 def test_loading_a_checkpoint_runs_no_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     torch.save({"model": Evil(), "optimizer": {}, "step": 1, "plan": {}}, tmp_path / "evil.pt")
-    with pytest.raises(ValueError, match="cannot be read"):
+    with pytest.raises(ValueError, match="damaged"):
         load_checkpoint(tmp_path / "evil.pt")
     assert "this code ran" not in capsys.readouterr().out
 
@@ -246,8 +270,18 @@ def test_a_checkpoint_is_whole_or_as_before(tmp_path: Path) -> None:
 
 def test_only_what_differs_is_named() -> None:
     check_same_plan(Path("c.pt"), {"a": 1, "b": 2}, {"a": 1, "b": 2})
-    with pytest.raises(ValueError, match=r"^c\.pt is of another plan: b 2 there, b 3 here$"):
+    with pytest.raises(
+        ValueError, match=r"^c\.pt is of another plan: b 2 there, b 3 here; start it as it was, or anew$"
+    ):
         check_same_plan(Path("c.pt"), {"a": 1, "b": 2}, {"a": 1, "b": 3})
+
+
+def test_numpy_numbers_in_a_state_can_be_loaded_again(tmp_path: Path) -> None:
+    numpy = pytest.importorskip("numpy")
+    rate = numpy.float64(0.1)
+    state = {"model": {}, "optimizer": {"param_groups": [{"lr": rate, "betas": (rate, 0.9)}]}, "step": 1, "plan": {}}
+    save_whole(state, tmp_path / "checkpoint.pt")
+    assert load_checkpoint(tmp_path / "checkpoint.pt") == state
 
 
 # Random numbers

@@ -106,6 +106,7 @@ def all_variants() -> list[str]:
         {"world_size": 2, "effective_batch_size": 128, "precision": "bf16-mixed"},
         {"model": "model.py:other", "builder": "other", "warnings": (Notice(code="x", message="mind " * 50),)},
         {"num_counts": 2, "backward": "sequential"},
+        {"num_counts": 2},
         {"is_stream": True, "dataset_length": None},
         {"lightning": ("training_step", "configure_optimizers", "schedule")},
         {"lightning": ("training_step", "configure_optimizers"), "precision": "16-mixed"},

@@ -194,3 +194,31 @@ def test_an_error_in_evaluation_names_the_users_line(tmp_path: Path, monkeypatch
     Path("model.py").write_text(PROBED + more.replace("torch.arange(7) % 3", "torch.zeros(7, 2)"))
     with pytest.raises(gradplan.UserCodeError, match=r"model\.py"):
         gradplan.probe("model.py", device="t4")
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        (("--validation-share", "-0.1"), "--validation-share is a part, from 0 to below 1, not -0.1"),
+        (("--validation-share", "1"), "--validation-share is a part"),
+        (("--max-grad-norm", "-1"), "--max-grad-norm must be above 0, not -1"),
+        (("--max-grad-norm", "nan"), "--max-grad-norm must be above 0, not nan"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: tuple[str, str], said: str
+) -> None:
+    with pytest.raises(SystemExit, match=said):
+        run(tmp_path, monkeypatch, MODEL, NAMES, *option)
+
+
+def test_the_smallest_share_holds_out_a_sample(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(tmp_path, monkeypatch, MODEL, NAMES, "--validation-share", "0.001")
+    assert "held out for validation: 1 samples" in capsys.readouterr().out
+
+
+def test_a_loss_of_one_element_is_evaluated_with_counts() -> None:
+    batches = [(torch.tensor([6.0]), [1]), (torch.tensor([2.0]), [3])]
+    assert evaluate(nn.Identity(), batches, lambda m, b: iter([b, b]), CPU).item() == 6.0

@@ -724,3 +724,15 @@ def test_the_functions_are_the_verbs() -> None:
     gradplan.write_plan(plan, "other.json")
     assert gradplan.describe(plan) == run("show", "other.json").stdout
     assert gradplan.arguments_for(plan, "accelerate").text == run("show", "other.json", "--for", "accelerate").stdout
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("builder", "x(); import os #"), ("num_counts", -3), ("num_counts", 0), ("builder", "")]
+)
+def test_a_plan_file_puts_no_code_into_the_script(key: str, value: Any) -> None:
+    data = json.loads(to_json(a_plan(a_trial(8))))
+    data["recipe"][key] = value
+    with pytest.raises(GradplanError, match="damaged"):
+        from_json(json.dumps(data))
+    with pytest.raises(GradplanError, match="schema is True"):
+        from_json(json.dumps({**data, "schema": True}))

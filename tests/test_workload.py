@@ -737,3 +737,27 @@ def test_the_working_folder_is_left_as_it_was(tmp_path: Path) -> None:
 def test_an_absurd_number_of_accumulation_steps_is_refused() -> None:
     with pytest.raises(gradplan.UsageError, match="accumulation steps"):
         notices_of(VALUES, effective_batch=999_999_999, max_micro_batch=1)
+
+
+SCHEDULES = {
+    "torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=num_steps)": True,
+    "torch.optim.lr_scheduler.OneCycleLR(optimizer, optimizer.param_groups[0]['lr'], total_steps=num_steps)": False,
+    "torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, num_steps)": False,
+    "torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 100)": False,
+}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_schedule_with_rates_of_its_own_is_said(schedule: str) -> None:
+    workload = load(HEAD + MODEL + BATCH + f"def build_scheduler(optimizer, num_steps):\n    return {schedule}\n")
+    model = workload.build_model()
+    workload.recipe(model, workload.build_optimizer(model))
+    assert any(notice.code == "schedule-sets-rate" for notice in workload.notices) == SCHEDULES[schedule]
+
+
+def test_the_plan_scales_the_rate_that_the_optimizer_really_has() -> None:
+    fixed = "def build_optimizer(model, lr):\n    return torch.optim.SGD(model.parameters(), lr=0.25)\n"
+    workload = load(HEAD + MODEL + BATCH + "LEARNING_RATE = 0.5\n" + fixed)
+    model = workload.build_model()
+    assert workload.recipe(model, workload.build_optimizer(model)).base_learning_rate == 0.25
+    assert any(notice.code == "learning-rate-not-used" for notice in workload.notices)

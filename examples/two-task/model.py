@@ -83,7 +83,7 @@ def compute_loss(model: nn.Module, batch: list[Tensor]) -> Iterator[Tensor]:
     cut = features.detach().requires_grad_()
     yield cross_entropy(model.classify(cut), labels)
     yield mse_loss(model.draw(cut), lower)
-    if model.training:  # in evaluation nobody runs backward, and there is no gradient to carry on
+    if cut.grad is not None:  # in evaluation nobody runs backward, and there is no gradient to carry on
         features.backward(cut.grad)
 
 

@@ -20,7 +20,7 @@ NOT_EXACT = (
 class Forms:
     """Both forms of one workload, from two small traces of each.
 
-    A trunk that was cut at its output has no joint form: its sum alone would not train the trunk.
+    A trunk that was cut at its output has no joint form: the sum alone would not train the trunk, or not by all.
     """
 
     def __init__(self, tracer: Tracer, unit: int, num_micro_batches: int) -> None:
@@ -34,6 +34,8 @@ class Forms:
 
         workload = tracer.setup.workload
         self.traces["sequential"] = trace("sequential")
+        if self.traces["sequential"][0].own_backwards:
+            return
         with suppress(UserCodeError):
             self.traces["joint"] = trace("joint")
         if "joint" not in self.traces or not self._train_the_same():

@@ -31,17 +31,17 @@ NOT_A_MEAN = (
     "micro-batches are not equal to the whole batch. Return a mean, and count_items where it is one over items"
 )
 EVALUATION = (
-    "compute_loss cannot be evaluated without gradients: after the last yield, write 'if model.training:' before what "
-    "carries the gradient back"
+    "compute_loss cannot be evaluated without gradients: after the last yield, write 'if cut.grad is not None:' before "
+    "what carries the gradient back"
 )
-CUT = """compute_loss yields losses whose graphs share {trunk}: the backward of the first frees what
-the second needs. Cut the graph at the output of what they share, and carry the gradient back after the last yield:
+CUT = """{where}compute_loss yields losses whose graphs share {trunk}: the backward of the first frees
+what the second needs. Cut the graph at the output of what they share, and carry the gradient back after the last yield:
 
     features = model.trunk(inputs)
     cut = features.detach().requires_grad_()
     yield first_loss(model.first(cut), targets)
     yield second_loss(model.second(cut), targets)
-    if model.training:
+    if cut.grad is not None:  # in evaluation there is none
         features.backward(cut.grad)"""
 
 
@@ -66,19 +66,21 @@ def check_values(workload: Workload, unit: int) -> list[Notice]:
         large = _value(workload, model, 8 * unit)
         if workload.yields_losses:
             notices += _evaluation_notices(workload, model, 2 * unit)
-    if small > 0 and medium > GROWTH * small and large > GROWTH * medium:
-        message = NOT_A_MEAN.format(large=8 * unit, small=2 * unit, ratio=large / small)
+    (first, small_losses), (second, medium_losses), (third, large_losses) = small, medium, large
+    has_same_losses = small_losses == medium_losses == large_losses
+    if has_same_losses and first > 0 and second > GROWTH * first and third > GROWTH * second:
+        message = NOT_A_MEAN.format(large=8 * unit, small=2 * unit, ratio=third / first)
         notices.append(Notice(code="loss-not-a-mean", message=message))
     return notices
 
 
-def _value(workload: Workload, model: nn.Module, size: int) -> float:
-    """The loss, or the sum of several; zero for one without items: its mean is no number, and train.py skips it."""
+def _value(workload: Workload, model: nn.Module, size: int) -> tuple[float, list[float]]:
+    """The loss, or the sum of several, and which have items: a mean over none is no number, and train.py skips it."""
     batch = workload.make_batch(size)
     shares = [float(count > 0) for count in workload.count_items(batch) or [1.0]]
     if not any(shares):
-        return 0.0
-    run = step.run_loss_by_loss if workload.yields_losses else step.run_micro_batch
+        return 0.0, shares
+    run = step.run_loss_by_loss if workload.yields_losses else step.run_losses_together
     with user_code("compute_loss(model, batch)"):
         value = float(run(model, batch, workload.compute_loss, shares, nullcontext()))
     if not math.isfinite(value):
@@ -86,7 +88,7 @@ def _value(workload: Workload, model: nn.Module, size: int) -> float:
             f"the loss of the first batch is {value}; training from here cannot work. Look for a division by "
             "zero, a log of zero, or a batch without targets"
         )
-    return value
+    return value, shares
 
 
 def _evaluation_notices(workload: Workload, model: nn.Module, size: int) -> list[Notice]:
@@ -102,7 +104,7 @@ def _evaluation_notices(workload: Workload, model: nn.Module, size: int) -> list
 
 def is_exact_loss_by_loss(workload: Workload, unit: int) -> bool:
     """Whether a backward after each loss gives the gradients of their sum, on a small real batch."""
-    joint, by_loss = (_gradient(workload, unit, run) for run in (step.run_micro_batch, step.run_loss_by_loss))
+    joint, by_loss = (_gradient(workload, unit, run) for run in (step.run_losses_together, step.run_loss_by_loss))
     if [one is None for one in joint] != [one is None for one in by_loss]:
         return False
     pairs = [(one, other) for one, other in zip(joint, by_loss, strict=True) if one is not None and other is not None]
@@ -142,7 +144,7 @@ def explain_shared_graph(workload: Workload, size: int) -> None:
         losses = list(workload.compute_loss(model, workload.make_batch(size)))
         names = shared_parameters(model, losses)
     if names is not None:
-        raise UserCodeError(CUT.format(trunk=_described(names)))
+        raise UserCodeError(CUT.format(where=workload.line_of("compute_loss"), trunk=_described(model, names)))
 
 
 def shared_parameters(model: nn.Module, losses: Iterable[Tensor]) -> list[str] | None:
@@ -169,13 +171,13 @@ def _nodes(root: Any) -> set[Any]:
     return found
 
 
-def _described(names: list[str]) -> str:
-    """``model.trunk`` for all of its parameters."""
-    if not names:
-        return "a part"
-    parts = [name.split(".") for name in names]
-    common = parts[0][:-1]
-    for other in parts:
-        while other[: len(common)] != common:
-            common = common[:-1]
-    return "model." + ".".join(common) if common else "a part with " + ", ".join(names[:3])
+def _described(model: nn.Module, names: list[str]) -> str:
+    """``model.trunk``: the largest modules all of whose parameters are among ``names``."""
+    modules: list[str] = []
+    for path, module in model.named_modules():
+        inside = [f"{path}.{name}" if path else name for name, _ in module.named_parameters()]
+        is_known = any(path == known or path.startswith(f"{known}.") for known in modules)
+        if path and inside and not is_known and {*inside} <= {*names}:
+            modules.append(path)
+    found = [f"model.{path}" for path in modules] or [f"model.{name}" for name in names] or ["a part"]
+    return ", ".join(found[:3]) + (" and more" if len(found) > 3 else "")

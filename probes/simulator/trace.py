@@ -20,11 +20,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 @dataclass(frozen=True)
 class Trace:
-    """What one run asked of the allocator, in order; ``trained`` names the parameters that got a gradient."""
+    """What one run asked of the allocator, in order.
+
+    ``trained`` names the parameters that got a gradient; ``own_backwards`` counts those that the user's code ran.
+    """
 
     events: tuple[int, ...]
     sizes: tuple[int, ...]
     trained: frozenset[str] = frozenset()
+    own_backwards: int = 0
 
     @property
     def peak_live_bytes(self) -> int:

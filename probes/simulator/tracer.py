@@ -74,7 +74,8 @@ class Tracer:
         workload, backward = self.setup.workload, backward or self.backward
         while True:
             by_loss = workload.yields_losses and backward != "joint"
-            setup = dataclasses.replace(self.setup, run=step.run_loss_by_loss if by_loss else step.run_micro_batch)
+            joint = step.run_losses_together if workload.yields_losses else step.run_micro_batch
+            setup = dataclasses.replace(self.setup, run=step.run_loss_by_loss if by_loss else joint)
             try:
                 with redirect_stdout(sys.stderr):
                     trace = trace_training(setup, self._tensors, size, num_micro_batches)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from gradplan.probes import step
+from gradplan.probes.backwards import own_backwards
 from gradplan.probes.batches import seed_everything
 from gradplan.probes.simulator import attention, autocast
 from gradplan.probes.simulator.building import are_fakes_left, fake_copy, fake_models, is_fake, new_mode, own_copy
@@ -39,7 +40,7 @@ class Tensors(Enum):
 class Setup:
     """What a trace depends on besides the micro-batch. ``capability`` is CUDA's, for the kernels it chooses.
 
-    ``run`` is how a micro-batch is run: ``step.run_micro_batch`` or ``step.run_loss_by_loss``.
+    ``run`` is how a micro-batch is run: ``step.run_micro_batch``, or one of those for several losses.
     """
 
     workload: Workload
@@ -87,14 +88,14 @@ def _trace(
             model = fake_copy(model, mode)
         if setup.precision == "bf16-true":
             model = model.to(torch.bfloat16)
-        with recorder:
+        with recorder, own_backwards() as num_own_backwards:
             recorder.adopt_module(model)
             batch, validation = (HostBatch(batch, setup.precision, recorder) for batch in host_batches)
             _run(setup, model, recorder, batch, num_micro_batches, collect)
             if host_batches[1] is not None:
                 _evaluate(setup, model, validation)
             trained = frozenset(name for name, parameter in model.named_parameters() if parameter.grad is not None)
-    return dataclasses.replace(recorder.trace(), trained=trained)
+    return dataclasses.replace(recorder.trace(), trained=trained, own_backwards=num_own_backwards())
 
 
 def _run(
