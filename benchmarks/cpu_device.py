@@ -4,9 +4,9 @@
 
 Four models of at least 16 MiB a sample. Each is probed from the command line; then the train.py that this wrote is
 run in a process of its own, with micro-batches of the size found and of 1.1 times it, and the kernel tells the
-most that the process ever held in RAM. The first must stay inside the memory that was given, the second must exceed
-it. The column "planned" is that memory less the headroom, which the probe keeps to: the C library's heap ends up in
-other pieces from run to run and from step to step, which makes some percent, and is what the headroom is for.
+most that the process ever held in RAM. The first must stay inside the memory that was given. The second must exceed
+the column "planned": that memory less the headroom, the limit that the probe keeps to. What the C library's heap
+holds differs by some percent from run to run and from step to step, which is what the headroom is for.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def measured(model: str, memory_mib: int, num_steps: int) -> dict[str, Any]:
         "peak_bytes": at_size,
         "larger": larger,
         "larger_peak_bytes": at_larger,
-        "is_right": at_size <= total < at_larger,
+        "is_right": at_size <= total and at_larger > planned,
     }
 
 

@@ -131,9 +131,11 @@ def needed_bytes(trial: Trial) -> int | None:
 
 def size_on(other: Capacity, plan: Plan) -> str:
     """The largest micro-batch there; "at least" where the probe tried no larger one and this plan could use it."""
-    size = min(other.max_micro_batch_size, plan.effective_batch_size // plan.world_size)
+    size = other.max_micro_batch_size
     if not size:
         return "does not fit"
+    if not has_warning(plan, "no-effective-batch"):
+        size = min(size, plan.effective_batch_size // plan.world_size)
     return f"at least {size}" if _is_open(other, plan) else str(size)
 
 

@@ -102,7 +102,7 @@ def accumulate_in_ddp(
     backward would be missing: then all ranks add up their gradients afterwards. Returns the window's loss.
     """
     if ddp is None or extreme_over_ranks(num_micro_batches, dist.ReduceOp.MIN, device) == 0:
-        loss = accumulate(model, window, compute_loss, device, precision, backward=backward)
+        loss = accumulate(model, window, compute_loss, device, precision, run_losses_together, backward)
         add_up_over_ranks(model, loss)
         return loss
     run = functools.partial(run_as_forward, ddp)
@@ -173,7 +173,7 @@ def accumulate_in_fsdp(
     often, so one with fewer micro-batches runs the batch in ``spare`` without weight. Returns the window's loss.
     """
     if sharded is None:
-        return accumulate(model, window, compute_loss, device, precision, backward=backward)
+        return accumulate(model, window, compute_loss, device, precision, run_losses_together, backward)
     num_more = extreme_over_ranks(num_micro_batches, dist.ReduceOp.MAX, device) - num_micro_batches
     run = functools.partial(run_as_forward, sharded)
     loss = accumulate(model, filled_up(window, num_more, spare), compute_loss, device, precision, run, backward)

@@ -75,7 +75,7 @@ def build_optimizer(model, lr):
 def test_a_trunk_that_is_cut_for_one_loss_only_has_no_joint_form(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, width: int
 ) -> None:
-    """Both forms give every parameter a gradient; only loss by loss it is the whole one. Also where no value is known."""
+    """Both forms give every parameter a gradient; only loss by loss it is the whole one, whatever the size."""
     monkeypatch.chdir(tmp_path)
     Path("model.py").write_text(PARTLY_CUT.format(width=width))
     plan = gradplan.probe("model.py", device="a100-80gb")

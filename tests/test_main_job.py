@@ -172,7 +172,7 @@ def test_the_script_that_was_written_lowers_the_loss(project: Project, tmp_path:
     losses = [float(loss) for loss in re.findall(r"^step \d+/25  loss ([0-9.]+)  lr ", done.stdout, re.MULTILINE)]
     assert len(losses) == 25
     assert sum(losses[-3:]) / 3 < 0.7 * losses[0]
-    assert files(tmp_path / "checkpoints") == ["model.pt"]
+    assert files(tmp_path / "checkpoints") == ["checkpoint.pt", "model.pt"]
 
 
 def test_the_same_command_gives_the_same_bytes_and_json_prints_the_plan_alone(project: Project, tmp_path: Path) -> None:

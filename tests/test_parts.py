@@ -504,6 +504,7 @@ import faulthandler, os, runpy, sys, torch
 faulthandler.dump_traceback_later(100, exit=True)  # ranks that wait for each other say where
 compile_module = torch.nn.Module.compile
 torch.nn.Module.compile = lambda module: compile_module(module, backend="aot_eager")
+import torch.distributed.nn.functional  # first, as start_ranks does, lest the group outlive the interpreter
 torch.distributed.init_process_group("gloo")
 torch.distributed.init_process_group = lambda *_: None  # one group serves all scripts
 stop, torch.distributed.destroy_process_group = torch.distributed.destroy_process_group, lambda: None

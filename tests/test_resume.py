@@ -70,7 +70,7 @@ def start(folder: Path, *options: str, **changes: Any) -> subprocess.Popen[str]:
     command = [sys.executable, str(folder / "train.py"), "--device", "cpu", *options]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    return subprocess.Popen(command, env=environment, **pipes)
+    return subprocess.Popen(command, env=environment, start_new_session=True, **pipes)
 
 
 def finish(folder: Path, *options: str) -> str:
@@ -108,7 +108,7 @@ def test_killed_at_random_moments_and_resumed_it_ends_with_the_same_weights(proj
         for _ in range(moments.randint(2, 5)):
             process.stdout.readline()
         if not (out / "model.pt").exists():
-            process.send_signal(signal.SIGKILL)
+            os.killpg(process.pid, signal.SIGKILL)  # with its workers
             num_kills += 1
         process.stdout.read()
         process.wait(timeout=60)

@@ -10,7 +10,7 @@ import gc
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,8 +27,8 @@ class Trace:
 
     events: tuple[int, ...]
     sizes: tuple[int, ...]
-    trained: frozenset[str] = frozenset()
-    own_backwards: int = 0
+    trained: frozenset[str] = field(default=frozenset(), compare=False)
+    own_backwards: int = field(default=0, compare=False)
 
     @property
     def peak_live_bytes(self) -> int:
