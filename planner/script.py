@@ -67,6 +67,7 @@ def render(plan: Plan, script_path: Path, model_path: Path, parts: Collection[st
         if (found := [text for text in definitions(source).values() if text in needed])
     ]
     text = template.render(context, functions="\n\n\n".join(sections))
+    text = re.sub("\n{4,}", "\n\n\n", text)  # where a part of the frame is left out
     return seal(with_needed_imports(text, sources.values()))
 
 
@@ -119,6 +120,7 @@ def _context(plan: Plan, script_path: Path, model_path: Path) -> dict[str, Any]:
         "factor_reason": decisions.factor_reason(plan),
         "rate_factors": decisions.rate_factors(plan),
         "run": _run(plan),
+        "train_window": _train_window(plan, _builders(recipe, names)["compute_loss"]),
         "has_one_loss": not _run(plan),
         "collate": _collate(names),
         "validation_collate": _collate(names, "collate_fn_validation"),
@@ -148,6 +150,17 @@ def _context_of_parts(plan: Plan, parts: Collection[str]) -> dict[str, Any]:
         "evaluated": f"{evaluated}, {wrapper}" if is_sharded else evaluated,
         "evaluated_loss": f"evaluated_in(sharded, {compute_loss})" if is_sharded else compute_loss,
     }
+
+
+def _train_window(plan: Plan, compute_loss: str) -> str:
+    """The call of one optimizer step, on one line where it fits."""
+    if plan.precision == "16-mixed":
+        head, precision = "loss, stepped = train_window_scaled(", "scaler"
+    else:
+        head, precision = "loss = train_window(", "PRECISION"
+    arguments = f"model, optimizer, window, {compute_loss}, device, {precision}, args.max_grad_norm{_run(plan)}"
+    is_short = len(head + arguments) < 120 - len("        ")
+    return f"{head}{arguments})" if is_short else f"{head}\n            {arguments}\n        )"
 
 
 def _run(plan: Plan) -> str:

@@ -198,9 +198,11 @@ def test_it_is_clean(tmp_path: Path) -> None:
         (tmp_path / f"train_{number}.py").write_text(text)
     rules = ["--isolated", "--select=E,F,I,B,UP,SIM,RUF,C4,PIE,N"]
     rules += ["--line-length=120", "--target-version=py310"]
-    command = [sys.executable, "-m", "ruff", "check", *rules, str(tmp_path)]
-    ruff = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert ruff.returncode == 0, ruff.stdout + ruff.stderr
+    for command in (["check", *rules], ["format", "--diff", "--isolated", "--line-length=120"]):
+        ruff = subprocess.run(
+            [sys.executable, "-m", "ruff", *command, str(tmp_path)], capture_output=True, text=True, check=False
+        )
+        assert ruff.returncode == 0, ruff.stdout + ruff.stderr
 
 
 def test_rendering_needs_no_torch() -> None:
