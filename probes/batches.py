@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-import random
-import sys
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from gradplan.probes.drawing import host_state_kept, seed_all
 
 SEED = 0
 
@@ -46,24 +46,16 @@ def _parts(sample: Any) -> Iterable[Any] | None:
 
 def seed_everything() -> None:
     """The same random numbers from here on, whatever was drawn before."""
-    random.seed(SEED)
-    torch.manual_seed(SEED)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(SEED)
+    seed_all(SEED)
 
 
 @contextlib.contextmanager
 def settings_kept() -> Iterator[None]:
     """Afterwards the caller's random numbers, and torch's settings that a file may change, are what they were."""
-    python, cpu = random.getstate(), torch.get_rng_state()
-    numpy = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
     dtype, is_grad_enabled = torch.get_default_dtype(), torch.is_grad_enabled()
     try:
-        yield
+        with host_state_kept():
+            yield
     finally:
-        random.setstate(python)
-        torch.set_rng_state(cpu)
-        if numpy is not None:
-            sys.modules["numpy"].random.set_state(numpy)
         torch.set_default_dtype(dtype)
         torch.set_grad_enabled(is_grad_enabled)

@@ -81,7 +81,7 @@ class Simulation:
         self._tracer.check_values(self._unit, small)
         self._notices += self._workload.batch_size_notices(2 * self._unit)
         ceiling = at_most or MOST_SAMPLES
-        forms = self._choose_backward(num_micro_batches, ceiling)
+        forms = self._choose_backward(small, num_micro_batches, ceiling)
         if forms is not None and self._tracer.backward is not None:
             small = forms.traces[self._tracer.backward][0]
         whole = self._try_whole(per_rank) if per_rank is not None and per_rank == at_most else None
@@ -102,11 +102,11 @@ class Simulation:
             notices=(*self._tracer.notices, *self._notices),
         )
 
-    def _choose_backward(self, num_micro_batches: int, at_most: int) -> Forms | None:
+    def _choose_backward(self, small: Trace, num_micro_batches: int, at_most: int) -> Forms | None:
         """For several losses: from here on, every trace is of the form that needs less."""
         if not self._workload.yields_losses:
             return None
-        forms = Forms(self._tracer, self._unit, num_micro_batches)
+        forms = Forms(self._tracer, self._unit, num_micro_batches, small)
         self._notices += forms.notices
         self._tracer.backward = forms.best(self.limit_bytes, at_most)
         return forms

@@ -18,26 +18,22 @@ NOT_EXACT = (
 
 
 class Forms:
-    """Both forms of one workload, from two small traces of each.
+    """Both forms of one workload, from two small traces of each; ``small`` is the first, loss by loss.
 
     A trunk that was cut at its output has no joint form: the sum alone would not train the trunk, or not by all.
     """
 
-    def __init__(self, tracer: Tracer, unit: int, num_micro_batches: int) -> None:
+    def __init__(self, tracer: Tracer, unit: int, num_micro_batches: int, small: Trace) -> None:
         self._sizes = (2 * unit, 3 * unit)
         self.notices: list[Notice] = []
         self.traces: dict[Backward, tuple[Trace, Trace]] = {}
-
-        def trace(backward: Backward) -> tuple[Trace, Trace]:
-            small, large = (tracer.trace(size, num_micro_batches, backward) for size in self._sizes)
-            return small, large
-
         workload = tracer.setup.workload
-        self.traces["sequential"] = trace("sequential")
-        if self.traces["sequential"][0].own_backwards:
+        self.traces["sequential"] = (small, tracer.trace(self._sizes[1], num_micro_batches, "sequential"))
+        if small.own_backwards:
             return
         with suppress(UserCodeError):
-            self.traces["joint"] = trace("joint")
+            joint, larger = (tracer.trace(size, num_micro_batches, "joint") for size in self._sizes)
+            self.traces["joint"] = (joint, larger)
         if "joint" not in self.traces or not self._train_the_same():
             self.traces.pop("joint", None)
         elif self._is_small() and not losses.is_exact_loss_by_loss(workload, unit):
