@@ -44,7 +44,7 @@ def _memory(plan: Plan) -> str:
     peak: int | None = None
     for trial in plan.evidence.trials:
         if trial.fits and trial.micro_batch_size == size:
-            peak = trial.required_bytes or trial.peak_reserved_bytes or trial.peak_allocated_bytes
+            peak = trial.needed_bytes
     needs = "" if peak is None else f" needs {format_bytes(peak)}"
     return f"a micro-batch of {size}{needs}: {LIMIT_REASONS[plan.limited_by]}"
 

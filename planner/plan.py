@@ -146,6 +146,4 @@ def _largest_to_accumulate(recipe: Recipe, evidence: Evidence, goal: Goal) -> in
 
 
 def _leaves_room(trial: Trial, limit_bytes: int) -> bool:
-    known = (trial.required_bytes, trial.peak_reserved_bytes, trial.peak_allocated_bytes)
-    needed = next((num_bytes for num_bytes in known if num_bytes is not None), None)
-    return needed is not None and needed <= limit_bytes
+    return trial.needed_bytes is not None and trial.needed_bytes <= limit_bytes

@@ -80,7 +80,7 @@ def memory(plan: Plan) -> tuple[str, str]:
     limit = f"of {format_bytes(plan.evidence.limit_bytes)} usable"
     for size in (plan.micro_batch_size, plan.max_micro_batch_size):
         for trial in plan.evidence.trials:
-            num_bytes = needed_bytes(trial)
+            num_bytes = trial.needed_bytes
             if trial.fits and trial.micro_batch_size == size and num_bytes is not None:
                 return format_bytes(num_bytes), f"{limit}; {how(plan)} for size {size}"
     return "unknown", limit
@@ -122,11 +122,6 @@ def micro_batches(trial: Trial) -> str:
     """``2 micro-batches of 27``: the optimizer step that was tried."""
     many = "micro-batch" if trial.num_micro_batches == 1 else "micro-batches"
     return f"{trial.num_micro_batches} {many} of {trial.micro_batch_size}"
-
-
-def needed_bytes(trial: Trial) -> int | None:
-    known = (trial.required_bytes, trial.peak_reserved_bytes, trial.peak_allocated_bytes)
-    return next((num_bytes for num_bytes in known if num_bytes is not None), None)
 
 
 def size_on(other: Capacity, plan: Plan) -> str:

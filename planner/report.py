@@ -49,7 +49,7 @@ def summary(plan: Plan) -> RenderableType:
 def trial_lines(plan: Plan) -> Iterator[str]:
     """Every trial in one line, the smallest micro-batch first."""
     for trial in sorted(plan.evidence.trials, key=lambda trial: trial.micro_batch_size):
-        num_bytes = reasons.needed_bytes(trial)
+        num_bytes = trial.needed_bytes
         needs = "" if num_bytes is None else f", needs {format_bytes(num_bytes)}"
         verdict = "fits" if trial.fits else "does not fit"
         seconds = trial.step_seconds

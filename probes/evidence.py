@@ -57,6 +57,12 @@ class Trial(Frozen):
     required_bytes: int | None = None
     step_seconds: float | None = None
 
+    @property
+    def needed_bytes(self) -> int | None:
+        """The most exact of the sizes that are known, None where none is."""
+        known = (self.required_bytes, self.peak_reserved_bytes, self.peak_allocated_bytes)
+        return next((num_bytes for num_bytes in known if num_bytes is not None), None)
+
 
 class BackwardPeak(Frozen):
     """What several losses need at one micro-batch size, summed for one backward or with one after each."""

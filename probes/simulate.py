@@ -82,11 +82,12 @@ class Simulation:
         self._notices += self._workload.batch_size_notices(2 * self._unit)
         ceiling = at_most or MOST_SAMPLES
         forms = self._choose_backward(small, num_micro_batches, ceiling)
+        large: Trace | None = None
         if forms is not None and self._tracer.backward is not None:
-            small = forms.traces[self._tracer.backward][0]
+            small, large = forms.traces[self._tracer.backward]
         whole = self._try_whole(per_rank) if per_rank is not None and per_rank == at_most else None
         fits_whole = whole is not None and whole.fits
-        curve = None if fits_whole and not others else self._curve(small, num_micro_batches)
+        curve = None if fits_whole and not others else self._curve(small, large, num_micro_batches)
         if not fits_whole:
             below = max(self._unit, ceiling - self._unit) if whole else ceiling
             self._search(curve, num_micro_batches, below)
@@ -126,9 +127,9 @@ class Simulation:
     def _bytes_per_sample(self) -> int:
         return _tensor_bytes(self._workload.make_batch(2 * self._unit)) // (2 * self._unit)
 
-    def _curve(self, small: Trace, num_micro_batches: int) -> Curve | None:
+    def _curve(self, small: Trace, large: Trace | None, num_micro_batches: int) -> Curve | None:
         sizes = (2 * self._unit, 3 * self._unit)
-        curve = Curve.fit(small, self._tracer.trace(sizes[1], num_micro_batches), sizes)
+        curve = Curve.fit(small, large or self._tracer.trace(sizes[1], num_micro_batches), sizes)
         return self._straight_line(num_micro_batches) if curve is None and self._tracer.is_real else curve
 
     def _search(self, curve: Curve | None, num_micro_batches: int, at_most: int) -> None:

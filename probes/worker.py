@@ -98,9 +98,7 @@ def run(job: Job) -> Iterator[Report]:
     torch.zeros(2**17).add_(1)  # starts the threads of OpenMP, which ends the process where it cannot
     context_bytes = 0
     try:
-        workload = load_workload(job.model)
-        if job.largest_first is not None:
-            workload.largest_first = list(job.largest_first)
+        workload = load_workload(job.model, largest_first=job.largest_first)
         context_bytes = resident_bytes()
         yield Report(context_bytes=context_bytes)
         with growth_limited(MAPPED_FACTOR * max(0, job.memory_bytes - context_bytes) + SLACK_BYTES):

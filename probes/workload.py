@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -218,10 +218,16 @@ class Workload(UserData):
         return rates[0] if rates == learning_rates(self.build_optimizer(model, 2 * UNKNOWN_RATE)) else None
 
 
-def load_workload(typed: str, base_batch_size: int | None = None, base_learning_rate: float | None = None) -> Workload:
+def load_workload(
+    typed: str,
+    base_batch_size: int | None = None,
+    base_learning_rate: float | None = None,
+    largest_first: Sequence[int] | None = None,
+) -> Workload:
     """Import ``path/to/model.py`` or ``path/to/model.py:name`` and find what the contract names.
 
-    ``base_batch_size`` and ``base_learning_rate`` go over what the file says.
+    ``base_batch_size`` and ``base_learning_rate`` go over what the file says. ``largest_first`` are the dataset's
+    largest samples, where somebody has looked for them already.
 
     Raises:
         UsageError: there is no such file.
@@ -249,6 +255,8 @@ def load_workload(typed: str, base_batch_size: int | None = None, base_learning_
                 message="train_step is not used: gradplan runs its own step around compute_loss and build_optimizer",
             )
         )
+    if largest_first is not None:
+        workload.largest_first = list(largest_first)
     _ = workload.dataset_length, workload.num_counts  # now, on real tensors: later they would be fake ones
     return workload
 
