@@ -355,6 +355,8 @@ def test_no_child_outlives_the_command(number: int, code: int, tmp_path: Path) -
     assert sorted(path.name for path in tmp_path.iterdir() if path.name != "__pycache__") == ["model.py"]
 
 
+# Every activation of several samples is above 32 MiB, and so outside glibc's heap: what that holds differs by some
+# percent from process to process.
 LARGE = """
 import torch
 from torch import nn
@@ -363,7 +365,7 @@ BATCH_SIZE = 64
 LEARNING_RATE = 1e-3
 
 def build_model():
-    return nn.Sequential(nn.Linear(256, 64), nn.ReLU(), nn.Linear(64, 8))
+    return nn.Sequential(nn.Linear(256, 64), nn.ReLU())
 
 def build_batch(n):
     return torch.ones(n, 2**14, 256)
@@ -385,7 +387,7 @@ for _ in range(3):
 
 @pytest.mark.skipif(not hasattr(os, "wait4"), reason="the kernel is asked for the peak of a child")
 def test_the_size_found_stays_inside_the_memory_and_a_tenth_more_does_not(tmp_path: Path) -> None:
-    memory_mib = context_bytes() // MIB + 600
+    memory_mib = context_bytes() // MIB + 1200  # room for so many samples that a tenth of them is several
     (tmp_path / "model.py").write_text(LARGE)
     (tmp_path / "train.py").write_text(TRAIN)
     command = ["-m", "gradplan", "probe", "model.py", "--device", "cpu", "--headroom", "2"]
@@ -395,8 +397,7 @@ def test_the_size_found_stays_inside_the_memory_and_a_tenth_more_does_not(tmp_pa
     plan = json.loads(done.stdout)
     size, memory_bytes = plan["max_micro_batch_size"], plan["evidence"]["device"]["total_bytes"]
     assert plan["evidence"]["kind"] == "measured"
-    larger = math.ceil(1.1 * size) + 1  # a tenth is one sample here, about as much as runs differ by
-    assert peak_from_outside(tmp_path, size) <= memory_bytes < peak_from_outside(tmp_path, larger)
+    assert peak_from_outside(tmp_path, size) <= memory_bytes < peak_from_outside(tmp_path, math.ceil(1.1 * size))
 
 
 def peak_from_outside(folder: Path, size: int) -> int:
