@@ -9,12 +9,13 @@ from typing import Any
 
 import click
 
+from gradplan import trainers
 from gradplan.parts import PARTS, as_parts
 from gradplan.probes.errors import UsageError
 from gradplan.units import parse_size
 
 PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "bf16-true")  # as in probes/evidence.py, which is heavy
-TRAINERS = ("transformers", "lightning", "accelerate", "deepspeed", "torchtitan", "torchtune", "llama-factory")
+TRAINERS = tuple(trainers.TRAINERS)
 
 Option = Callable[[Callable[..., Any]], Callable[..., Any]]
 

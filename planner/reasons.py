@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 
 from gradplan.planfile import Plan
 from gradplan.probes.evidence import Capacity, Trial
@@ -78,12 +79,16 @@ def learning_rate_reason(plan: Plan) -> str:
 def memory(plan: Plan) -> tuple[str, str]:
     """What the chosen micro-batch needs, else what the largest that fits needs; and of how much."""
     limit = f"of {format_bytes(plan.evidence.limit_bytes)} usable"
-    for size in (plan.micro_batch_size, plan.max_micro_batch_size):
-        for trial in plan.evidence.trials:
-            num_bytes = trial.needed_bytes
-            if trial.fits and trial.micro_batch_size == size and num_bytes is not None:
-                return format_bytes(num_bytes), f"{limit}; {how(plan)} for size {size}"
+    for trial in _trials_of_interest(plan):
+        if trial.needed_bytes is not None:
+            return format_bytes(trial.needed_bytes), f"{limit}; {how(plan)} for size {trial.micro_batch_size}"
     return "unknown", limit
+
+
+def _trials_of_interest(plan: Plan) -> Iterator[Trial]:
+    """Those that fit: first of the chosen micro-batch, then of the largest."""
+    for size in (plan.micro_batch_size, plan.max_micro_batch_size):
+        yield from (trial for trial in plan.evidence.trials if trial.fits and trial.micro_batch_size == size)
 
 
 def how(plan: Plan) -> str:
@@ -107,10 +112,9 @@ def backward(plan: Plan) -> tuple[str, str] | None:
 
 def step_time(plan: Plan) -> tuple[str, str] | None:
     """What an optimizer step took where it was measured, at the chosen micro-batch or else at the largest."""
-    for size in (plan.micro_batch_size, plan.max_micro_batch_size):
-        for trial in plan.evidence.trials:
-            if trial.fits and trial.micro_batch_size == size and trial.step_seconds is not None:
-                return format_seconds(trial.step_seconds), f"measured with {micro_batches(trial)}"
+    for trial in _trials_of_interest(plan):
+        if trial.step_seconds is not None:
+            return format_seconds(trial.step_seconds), f"measured with {micro_batches(trial)}"
     return None
 
 

@@ -78,7 +78,7 @@ class Program(click.Group):
 
 @contextlib.contextmanager
 def ctrl_c_at_once(say: Callable[[], None]) -> Iterator[None]:
-    """Ctrl-C ends the process where it stands, after ``say``: nothing is being written here, and there is no child.
+    """Ctrl-C ends the process where it stands, after ``say``: nothing is being written, and a trial's child ends too.
 
     As an exception it would pass through torch's C++ functions, some of which abort the process then.
     """

@@ -12,15 +12,14 @@ from gradplan.probes.child import run_in_child
 from gradplan.probes.errors import DoesNotFitError, UserCodeError
 from gradplan.probes.evidence import Backward, BackwardPeak, Device, Evidence, Notice, Precision, Recipe, Trial
 from gradplan.probes.host_memory import IS_LIMIT_ENFORCED, available_bytes
-from gradplan.probes.search import largest
+from gradplan.probes.search import MOST_SAMPLES, end_notices, largest
 from gradplan.probes.simulator.forms import NOT_EXACT
+from gradplan.probes.simulator.losses import VALUE_CHECK_BYTES
 from gradplan.probes.simulator.tracer import Tracer
 from gradplan.probes.simulator.training import Setup
 from gradplan.probes.worker import Job, Report
 from gradplan.probes.workload import Workload
 
-MOST_SAMPLES = 2**20  # where nothing else bounds a micro-batch
-SMALL_STEP_BYTES = 256 * 2**20  # the loss of a step this small is checked too, at up to four times its size
 MOST_GROWTH = 32  # a line through two sizes is not followed further than this many times the larger
 NEAR = 0.03  # the line is followed again until its next guess differs by less than this
 GRAIN_BYTES = 2 * 2**20  # by about this much the peak of one size differs between processes
@@ -97,9 +96,7 @@ class Measurement:
         ceiling = at_most or MOST_SAMPLES
         self._begin(min(2 * self._unit, ceiling))
         best = self._search(ceiling)
-        if best == MOST_SAMPLES:
-            message = f"the search ended at {best} samples: memory hardly grows with the batch"
-            self._notices.append(Notice(code="search-ended", message=message))
+        self._notices += end_notices(best)
         peaks = self._compare_forms(best) if self._backward == "sequential" and best else ()
         return Evidence(
             kind="measured",
@@ -123,7 +120,7 @@ class Measurement:
         self.limit_bytes = math.floor(max(0, left) * (1 - self._headroom_percent / 100))
         if self.limit_bytes == 0:
             raise self._nothing_fits(f"{report.context_bytes / 2**20:.0f} MiB")
-        if report.peak_bytes is not None and report.peak_bytes - report.context_bytes <= SMALL_STEP_BYTES:
+        if report.peak_bytes is not None and report.peak_bytes - report.context_bytes <= VALUE_CHECK_BYTES:
             checked = self._run(size, self._backward, "check")
             self._notices += checked.notices
             if not checked.is_exact_loss_by_loss and not report.own_backwards:

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from gradplan.probes.evidence import Notice
+
+MOST_SAMPLES = 2**20  # where nothing else bounds a micro-batch
+
 
 def largest(
     fits: Callable[[int], bool], *, at_most: int | None = None, hint: int | None = None, multiple: int = 1
@@ -73,3 +77,11 @@ def _bisect(fits: Callable[[int], bool], fitting: int, failing: int) -> int:
         else:
             failing = middle
     return fitting
+
+
+def end_notices(best: int) -> list[Notice]:
+    """Where nothing but ``MOST_SAMPLES`` ended a search."""
+    if best != MOST_SAMPLES:
+        return []
+    message = f"the search ended at {best} samples: memory hardly grows with the batch"
+    return [Notice(code="search-ended", message=message)]

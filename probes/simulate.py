@@ -12,7 +12,7 @@ import torch
 
 from gradplan.probes.errors import DoesNotFitError, UserCodeError
 from gradplan.probes.evidence import Capacity, Device, Evidence, Notice, Precision, Recipe, Trial
-from gradplan.probes.search import largest
+from gradplan.probes.search import MOST_SAMPLES, end_notices, largest
 from gradplan.probes.simulator import allocator
 from gradplan.probes.simulator.catalogue import Gpu
 from gradplan.probes.simulator.curve import Curve
@@ -22,7 +22,6 @@ from gradplan.probes.simulator.tracer import Tracer
 from gradplan.probes.simulator.training import Setup
 from gradplan.probes.workload import Workload
 
-MOST_SAMPLES = 2**20  # where nothing else bounds a micro-batch
 CURVE_TOLERANCE = 1.001
 
 
@@ -143,8 +142,7 @@ class Simulation:
 
         hint = curve.hint(self.limit_bytes, at_most)
         best = largest(replayed, at_most=at_most, hint=hint, multiple=self._unit)
-        if best == MOST_SAMPLES:
-            self._note("search-ended", f"the search ended at {best} samples: memory hardly grows with the batch")
+        self._notices += end_notices(best)
         if self._tracer.is_real:
             return
         if self._bytes_per_sample * best > psutil.virtual_memory().available // 2:

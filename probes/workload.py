@@ -67,10 +67,9 @@ class Workload(UserData):
         elif self._is_configured(model):
             optimizer, _ = self._configured(model)
         else:
-            trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
             if self.base_learning_rate is None and learning_rate is None:
-                return torch.optim.AdamW(trained)
-            return torch.optim.AdamW(trained, lr=rate)
+                return torch.optim.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad])
+            return step.build_adamw(model, rate)
         return checked_optimizer(optimizer, model)
 
     def _is_configured(self, model: nn.Module) -> bool:

@@ -17,7 +17,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from torch import Tensor, nn
-from train_scripts import NAMES, plan_for
+from train_scripts import NAMES, SENTENCES, plan_for
 
 import gradplan
 from gradplan.cli import main
@@ -33,24 +33,9 @@ PAIRS = [pair for pair in itertools.combinations(PARTS, 2) if set(pair) != {"ddp
 TOGETHER = [(part,) for part in PARTS] + PAIRS + [tuple(p for p in PARTS if p != other) for other in ("ddp", "fsdp")]
 
 # Sentences of 1 or 12 tokens, layers in a list, one that only some samples use, a loss that uses the attributes.
-MODEL = """
-import torch
-from torch import nn
-
-class Sentences(torch.utils.data.Dataset):
-    def __init__(self, length):
-        self.length = length
-    def __len__(self):
-        return self.length
-    def __getitem__(self, index):
-        return torch.full((1 if index % 2 else 12,), 1 + index % 3)
-
-def collate_fn(samples):
-    return nn.utils.rnn.pad_sequence(samples, batch_first=True, padding_value=-100)
-
-def count_items(tokens):
-    return (tokens != -100).sum()
-
+MODEL = (
+    SENTENCES
+    + """
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
@@ -86,6 +71,7 @@ def build_optimizer(model, lr):
 def build_scheduler(optimizer, num_steps):
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
 """
+)
 COUNTED = (*NAMES, "collate_fn", "count_items", "build_validation_dataset")
 FEW_LEFT = """
 def build_dataset(): return Sentences(17)  # the last step has one sample: the second rank has none

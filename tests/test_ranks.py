@@ -12,27 +12,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from train_scripts import NAMES, plan_for, write_script
+from train_scripts import NAMES, SENTENCES, plan_for, write_script
 
 from gradplan.probes.ranks import buckets
 
 # Sentences of 1 or 12 tokens, an embedding that only some samples use, and a loss that is a mean over tokens.
-MODEL = """
-import torch
-from torch import nn
-
-class Sentences(torch.utils.data.Dataset):
-    def __len__(self):
-        return {length}
-    def __getitem__(self, index):
-        return torch.full((1 if index % 2 else 12,), 1 + index % 3)
-
-def collate_fn(samples):
-    return nn.utils.rnn.pad_sequence(samples, batch_first=True, padding_value=-100)
-
-def count_items(tokens):
-    return (tokens != -100).sum()
-
+MODEL = (
+    SENTENCES
+    + """
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
@@ -48,7 +35,7 @@ def build_model():
     return Net().to({dtype})
 
 def build_dataset():
-    return Sentences()
+    return Sentences({length})
 
 def compute_loss(model, tokens):
     return nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten(), ignore_index=-100)
@@ -59,6 +46,7 @@ def build_optimizer(model, lr):
 def build_scheduler(optimizer, num_steps):
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
 """
+)
 COUNTED = (*NAMES, "collate_fn", "count_items")
 YIELDED = """
 def count_items(tokens):

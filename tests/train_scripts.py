@@ -13,6 +13,25 @@ from gradplan.window import split_window
 NAMES = ("build_model", "build_dataset", "compute_loss", "build_optimizer", "build_scheduler")
 RATE = 0.1
 Names = tuple[str, ...]
+# Sentences of 1 or 12 tokens, whose loss is a mean over tokens. Without braces, to be formatted.
+SENTENCES = """
+import torch
+from torch import nn
+
+class Sentences(torch.utils.data.Dataset):
+    def __init__(self, length):
+        self.length = length
+    def __len__(self):
+        return self.length
+    def __getitem__(self, index):
+        return torch.full((1 if index % 2 else 12,), 1 + index % 3)
+
+def collate_fn(samples):
+    return nn.utils.rnn.pad_sequence(samples, batch_first=True, padding_value=-100)
+
+def count_items(tokens):
+    return (tokens != -100).sum()
+"""
 
 
 def write_script(folder: Path, model: str, plan: Plan) -> Path:
