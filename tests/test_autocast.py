@@ -203,6 +203,22 @@ def test_in_place_operators_are_never_cast() -> None:
     assert result(lambda x: x.pow_(2), (MATRIX, BF16)).dtype == BF16
 
 
+@pytest.mark.parametrize("function", [functional.binary_cross_entropy, lambda x, y: nn.BCELoss()(x, y)])
+def test_binary_cross_entropy_of_probabilities_is_refused_with_cudas_advice(function: Callable[..., Any]) -> None:
+    """ "F.binary_cross_entropy and BCELoss ... raise an error in autocast-enabled regions": PyTorch's page."""
+    with pytest.raises(RuntimeError, match="unsafe to autocast") as error:
+        result(function, (MATRIX, FP32), (MATRIX, FP32))
+    assert "binary_cross_entropy_with_logits" in str(error.value)
+
+
+def test_binary_cross_entropy_is_computed_where_autocast_is_off() -> None:
+    def function(x: Tensor, y: Tensor) -> Tensor:
+        with torch.autocast("cuda", enabled=False):
+            return functional.binary_cross_entropy(x.float(), y.float())
+
+    assert result(function, (MATRIX, BF16), (MATRIX, BF16)).dtype == FP32
+
+
 # Tables
 
 
@@ -262,6 +278,48 @@ def test_a_weight_is_cast_once_for_a_region(traced: Traced) -> None:
             layer(layer(layer(inputs))).sum().backward()
 
     assert traced(forward).sizes.count(10 * 10 * 2) == 1 + 3 + 2, "one copy, a gradient of each use, their sums"
+
+
+def test_a_cell_that_is_called_for_each_time_step_casts_its_weights_once(traced: Traced) -> None:
+    """cached_cast in aten/src/ATen/autocast_mode.cpp serves every operator of the list."""
+
+    def forward() -> None:
+        cell, state = nn.LSTMCell(24, 40), (torch.zeros(2, 40), torch.zeros(2, 40))
+        with torch.autocast("cpu", dtype=BF16):
+            for _ in range(5):
+                state = cell(torch.randn(2, 24), state)
+
+    assert traced(forward).sizes.count(4 * 40 * 40 * 2) == 1
+    with torch.no_grad():
+        assert traced(forward).sizes.count(4 * 40 * 40 * 2) == 1, "a weight requires grad whatever the mode"
+
+
+def test_only_weights_are_cached(traced: Traced) -> None:
+    def forward() -> None:
+        frozen, weight = torch.randn(30, 30), torch.randn(50, 50, requires_grad=True)
+        with torch.autocast("cpu", dtype=BF16):
+            for _ in range(3):
+                torch.mv(frozen, torch.randn(30))
+                torch.mv(weight * 1, torch.randn(50))
+        with torch.autocast("cpu", dtype=BF16, cache_enabled=False):
+            for _ in range(3):
+                torch.mv(weight, torch.randn(50))
+
+    sizes = traced(forward).sizes
+    assert sizes.count(30 * 30 * 2) == 3
+    assert sizes.count(50 * 50 * 2) == 6
+
+
+def test_a_weight_of_a_list_that_the_cpu_lacks_is_cast_anew_in_each_region(traced: Traced) -> None:
+    def forward() -> None:
+        weight = torch.randn(50, 50, requires_grad=True)
+        for _ in range(2):
+            with torch.autocast("cpu", dtype=BF16):
+                torch.mv(weight, torch.randn(50)), torch.mv(weight, torch.randn(50))
+
+    trace = traced(forward)
+    first, second = (index for index, size in enumerate(trace.sizes) if size == 50 * 50 * 2)
+    assert trace.events.index(~first) < trace.events.index(second)
 
 
 def test_the_cast_weights_die_with_the_region(traced: Traced) -> None:

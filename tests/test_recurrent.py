@@ -42,9 +42,32 @@ def test_forward_keeps_a_reserve_of_each_gate_at_each_step_of_each_sample(kind: 
     assert sizes.count(STEPS * BATCH * HIDDEN * 4) == 2, "the output and its gradient"
 
 
-@pytest.mark.parametrize(("options", "factor"), [({"num_layers": 3}, 3), ({"bidirectional": True}, 2)])
+@pytest.mark.parametrize(
+    ("options", "factor"),
+    [
+        ({"num_layers": 3}, 3 * SAVED["lstm"] + 2),  # the outputs of the lower two
+        ({"bidirectional": True}, 2 * SAVED["lstm"]),
+        ({"num_layers": 2, "bidirectional": True}, 2 * (2 * SAVED["lstm"] + 1)),
+    ],
+)
 def test_the_reserve_counts_layers_and_directions(options: dict[str, Any], factor: int, traced: Traced) -> None:
-    assert factor * SAVED["lstm"] * HIDDEN * STEPS * BATCH * 4 in traced(trained("lstm", **options)).sizes
+    assert factor * HIDDEN * STEPS * BATCH * 4 in traced(trained("lstm", **options)).sizes
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_parameters", "reserve"), [(nn.LSTM, 3_034_880, 736e6), (nn.GRU, 2_276_160, 864e6)]
+)
+def test_the_reserve_is_as_large_as_cudnn_said(
+    kind: type[nn.RNNBase], num_parameters: int, reserve: float, traced: Traced
+) -> None:
+    """A comment in pytorch/pytorch#2895, on a P100. The number of parameters there tells the layers' sizes."""
+
+    def run() -> None:
+        layer = kind(123, 320, 4)
+        assert sum(parameter.numel() for parameter in layer.parameters()) == num_parameters
+        layer(torch.randn(500, 50, 123))[0].sum().backward()
+
+    assert int(reserve) in traced(run).sizes
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -105,6 +128,20 @@ def test_a_recurrent_layer_runs_on_what_autocast_made(kind: str, traced: Traced)
 
     assert SAVED[kind] * HIDDEN * STEPS * BATCH * 2 in traced(run).sizes
     assert {grad.dtype for grad in kept} == {torch.float32}
+
+
+def test_under_autocast_each_call_copies_the_weights(traced: Traced) -> None:
+    """aten/src/ATen/cudnn/AutocastRNN.cpp: no cache, unlike for other layers; the gradients are in one buffer."""
+
+    def run() -> None:
+        layer, inputs = nn.LSTM(24, 40), torch.randn(3, 2, 24)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            output = layer(inputs)[0] + layer(inputs)[0]
+        output.float().sum().backward()
+
+    sizes = traced(run).sizes
+    assert sizes.count(4 * 40 * 40 * 2) == 2, "the larger weight's copy"
+    assert sizes.count(4 * 40 * (24 + 40 + 2) * 2) == 2, "all gradients"
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
+from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradplan.probes.simulator import autocast
@@ -78,12 +80,20 @@ def test_dropout_in_place_keeps_a_mask_of_the_inputs_type(operators: Operators) 
 
 
 @pytest.mark.parametrize(
-    ("capability", "num_bytes"), [((7, 5), 8_519_680), ((8, 0), 8_519_680), ((8, 9), 8_519_680), ((9, 0), 32 * 2**20)]
+    ("capability", "num_bytes"),
+    [
+        ((7, 5), 8_519_680),
+        ((8, 0), 8_519_680),
+        ((8, 9), 8_519_680),
+        ((9, 0), 32 * 2**20),
+        ((10, 0), 32 * 2**20),
+        ((12, 0), 32 * 2**20),
+    ],
 )
 def test_each_threads_first_matrix_product_takes_a_workspace_for_good(
     capability: tuple[int, int], num_bytes: int, traced: Traced
 ) -> None:
-    """8519680 bytes: pytorch/pytorch issue 95668. 32 MiB on Hopper: cuBLAS' documentation of cublasSetWorkspace."""
+    """8519680 bytes: pytorch/pytorch issue 95668. 32 MiB: parseChosenWorkspaceSize in CublasHandlePool.cpp."""
 
     def steps() -> None:
         layer = nn.Linear(4, 4)
@@ -121,11 +131,52 @@ def test_a_step_without_matrix_products_takes_no_workspace(traced: Traced) -> No
     assert 8_519_680 not in traced(convolve).sizes
 
 
+@pytest.mark.parametrize(("version", "num_bytes"), [("2.13.1", 8_519_680), ("2.14.0", 32 * 2**20)])
+def test_jetson_thors_workspace_grew_with_torch_2_14(version: str, num_bytes: int) -> None:
+    """pytorch/pytorch#189312, of July 2026."""
+    assert CublasWorkspace((11, 0), TorchVersion(version)).num_bytes == num_bytes
+
+
 def test_a_workspace_belongs_to_one_recording() -> None:
     first, second = CublasWorkspace(A100), CublasWorkspace(A100)
     matmul = torch.ops.aten.mm.default
     assert (first(matmul), first(matmul), second(matmul)) == (8_519_680, None, 8_519_680)
     assert CublasWorkspace(A100)(torch.ops.aten.add.Tensor) is None
+
+
+# Embeddings
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("num_indices", "num_rows"), [(5000, 300), (5000, 90_000)])
+def test_an_embeddings_backward_sums_parts_of_rows_in_fp32(
+    num_indices: int, num_rows: int, dtype: torch.dtype, traced: Traced
+) -> None:
+    """EmbeddingBackwardKernel.cu: grad_weight_per_segment has a row for each part of equal indices, and goes again."""
+
+    def run() -> None:
+        layer = nn.Embedding(num_rows, 24, dtype=dtype)
+        layer(torch.zeros(num_indices, dtype=torch.long)).sum().backward()
+
+    trace = traced(run)
+    parts = max(index for index, size in enumerate(trace.sizes) if size == num_indices * 24 * 4)
+    assert trace.births[parts].moment == "backward"
+    assert trace.sizes.count(num_indices * 8) >= 3, "the indices, and two sorted copies"
+    assert all(event < 0 for event in trace.events[trace.events.index(parts) + 1 : trace.events.index(~parts)])
+
+
+def test_an_embeddings_gradient_can_be_differentiated_again() -> None:
+    def penalty(is_simulated: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        layer, rows = nn.Embedding(7, 3), torch.tensor([1, 2, 2, 5])
+        with cuda_semantics(A100, are_fake=False) if is_simulated else nullcontext():
+            loss = layer(rows).pow(3).sum()
+            (gradient,) = torch.autograd.grad(loss, layer.weight, create_graph=True)
+            gradient.square().sum().backward()
+        return [gradient.detach(), layer.weight.grad]
+
+    for one, other in zip(penalty(True), penalty(False), strict=True):
+        assert torch.equal(one, other)
 
 
 # Optimizers

@@ -1,24 +1,61 @@
 """Which attention kernel CUDA takes, and what it allocates: no kernel but the math one materialises the scores.
 
-Source: the order and the conditions of sdp_utils in PyTorch (flash, then memory-efficient, then math) and its
-documentation of scaled_dot_product_attention.
+Source: the order and the conditions in aten/src/ATen/native/transformers/cuda/sdp_utils.cpp (on Hopper and
+data-centre Blackwell cuDNN first; then flash, memory-efficient, math) and PyTorch's documentation of
+scaled_dot_product_attention.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from gradplan.probes.simulator import attention_on_cpu
+
 aten = torch.ops.aten
+Capability = tuple[int, int]
 MAX_FLASH_HEAD_SIZE = 256
+HALVES = (torch.float16, torch.bfloat16)
+TORCH: Any = torch.__version__
 
 
-def attention_for(capability: tuple[int, int]) -> Callable[..., Any]:
+class Call(NamedTuple):
+    """What chooses the kernel. Queries, keys and values are (batch, heads, length, size of a head)."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+    dropout_p: float
+    is_causal: bool
+    enable_gqa: bool
+
+    @property
+    def needs_grad(self) -> bool:
+        """Whether a backward may follow, which needs the log of the sums of exponentials."""
+        tensors = (self.query, self.key, self.value, self.mask)
+        return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
+
+    def is_plain(self, *dtypes: torch.dtype) -> bool:
+        """What every fused kernel asks for: one type of these, four dimensions of the same batch, rows in one piece."""
+        tensors = (self.query, self.key, self.value)
+        return (
+            self.query.dtype in dtypes
+            and all(tensor.dtype == self.query.dtype and tensor.dim() == 4 for tensor in tensors)
+            and all(tensor.size(0) == self.query.size(0) and tensor.stride(-1) == 1 for tensor in tensors)
+            and self.query.size(-1) == self.key.size(-1)
+            and self.query.size(-2) > 0
+            and self.key.size(-2) > 0
+            and (self.enable_gqa or self.query.size(1) == self.key.size(1) == self.value.size(1))
+        )
+
+
+def attention_for(capability: Capability) -> Callable[..., Any]:
     """A kernel for ``aten::scaled_dot_product_attention`` that allocates what a GPU of ``capability`` would."""
 
     def attention(
@@ -32,57 +69,80 @@ def attention_for(capability: tuple[int, int]) -> Callable[..., Any]:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Any:
-        if _takes_flash(query, key, value, attn_mask, is_causal, enable_gqa, capability):
-            return _flash(query, key, value, dropout_p, is_causal, scale)
-        if _takes_efficient(query, key, value, enable_gqa, capability):
+        call = Call(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
+        options = (dropout_p, is_causal)
+        if _takes_cudnn(call, capability):
+            bias = None if attn_mask is None else _as_bias(attn_mask, query.dtype)
+            return aten._scaled_dot_product_cudnn_attention(
+                query, key, value, bias, call.needs_grad, *options, False, scale=scale
+            )[0]
+        if _takes_flash(call, capability):
+            return _flash(query, key, value, *options, scale)
+        if _takes_efficient(call, capability):
             bias = None if attn_mask is None else _aligned(_as_bias(attn_mask, query.dtype), query, key)
-            needs_grad = torch.is_grad_enabled() and any(
-                tensor.requires_grad for tensor in (query, key, value, *((bias,) if bias is not None else ()))
-            )
             return aten._scaled_dot_product_efficient_attention(
-                query, key, value, bias, needs_grad, dropout_p, is_causal, scale=scale
+                query, key, value, bias, call.needs_grad, *options, scale=scale
             )[0]
         return aten._scaled_dot_product_attention_math(
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+            query, key, value, attn_mask, *options, scale=scale, enable_gqa=enable_gqa
         )[0]
 
     return attention
 
 
-def _takes_flash(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    is_causal: bool,
-    enable_gqa: bool,
-    capability: tuple[int, int],
-) -> bool:
+def _takes_cudnn(call: Call, capability: Capability) -> bool:
+    """cuDNN comes first on compute capability 9 and 10 from cuDNN 9.15.1 on; torch 2.13 comes with 9.20.
+
+    Elsewhere it comes after kernels that take whatever it takes. Its dropout is in sixteenths.
+    """
+    if capability[0] not in (9, 10) or not torch.backends.cuda.cudnn_sdp_enabled():
+        return False
+    is_deterministic = torch.are_deterministic_algorithms_enabled()
     return (
-        torch.backends.cuda.flash_sdp_enabled()
-        and capability >= (8, 0)
-        and mask is None
-        and query.dtype in (torch.float16, torch.bfloat16)
-        and query.dim() == key.dim() == value.dim() == 4
-        and query.size(-1) == key.size(-1) == value.size(-1) <= MAX_FLASH_HEAD_SIZE
-        and query.size(0) == key.size(0) == value.size(0)
-        and (enable_gqa or query.size(1) == key.size(1) == value.size(1))
-        and not (is_causal and query.size(-2) != key.size(-2))
+        call.is_plain(*HALVES)
+        and not (is_deterministic and not torch.is_deterministic_algorithms_warn_only_enabled())
+        and (call.mask is None or (not call.mask.requires_grad and call.mask.dim() in (2, 4)))
+        and _has_cudnn_heads(call.query.size(-1), call.value.size(-1), call.needs_grad)
+        and (call.dropout_p * 16).is_integer()
+        and call.key.size(-2) > 1
+        and not (call.dropout_p and call.query.size(-2) == 1)
     )
 
 
-def _takes_efficient(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool, capability: tuple[int, int]) -> bool:
+def _has_cudnn_heads(size: int, value_size: int, needs_grad: bool) -> bool:
+    """Up to 128, or 192 with values of 128; torch 2.14 comes with a cuDNN (9.24) for more: 256 with a backward."""
+    sizes = (size, value_size)
+    if any(one % 8 for one in sizes):
+        return False
+    if max(sizes) <= 128 or sizes == (192, 128):
+        return True
+    return TORCH >= (2, 14) and (sizes == (256, 256) or (not needs_grad and max(sizes) <= 256))
+
+
+def _takes_flash(call: Call, capability: Capability) -> bool:
+    size = call.query.size(-1)
+    # With a backward, these GPUs have too little shared memory for some heads.
+    is_small = (8, 6) <= capability <= (8, 9) or capability[0] == 12
+    is_too_wide = size > 192 and (size <= 224 or call.dropout_p > 0)
+    return (
+        torch.backends.cuda.flash_sdp_enabled()
+        and capability >= (8, 0)
+        and call.mask is None
+        and call.is_plain(*HALVES)
+        and size == call.value.size(-1) <= MAX_FLASH_HEAD_SIZE
+        and not (is_small and is_too_wide and call.needs_grad)
+        and not (call.is_causal and call.query.size(-2) != call.key.size(-2))
+    )
+
+
+def _takes_efficient(call: Call, capability: Capability) -> bool:
+    dtypes = (torch.float32, torch.float16, *((torch.bfloat16,) if capability >= (8, 0) else ()))
     return (
         torch.backends.cuda.mem_efficient_sdp_enabled()
-        and (query.dtype in (torch.float32, torch.float16) or (query.dtype == torch.bfloat16 and capability >= (8, 0)))
-        and query.dim() == key.dim() == value.dim() == 4
-        and query.size(-1) == key.size(-1)
-        and query.size(-1) % _alignment(query.dtype, capability) == 0
-        and value.size(-1) % _alignment(query.dtype, capability) == 0
-        and query.shape[:2] == key.shape[:2] == value.shape[:2]
-        and not enable_gqa
-        and query.size(-2) > 0
-        and key.size(-2) > 0
+        and call.is_plain(*dtypes)
+        and not call.enable_gqa
+        and call.query.size(-1) % _alignment(call.query.dtype, capability) == 0
+        and call.value.size(-1) % _alignment(call.query.dtype, capability) == 0
     )
 
 
@@ -115,113 +175,4 @@ def _aligned(bias: Tensor, query: Tensor, key: Tensor) -> Tensor:
     return bias.expand(query.size(0), query.size(1), query.size(2), key.size(2))
 
 
-def efficient_forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bias: Tensor | None,
-    needs_logsumexp: bool,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The memory-efficient kernel's outputs from real CPU tensors (no dropout: only the sizes must be right)."""
-    out = _probabilities(query, key, bias, is_causal, scale) @ value
-    rows = math.ceil(query.size(2) / 32) * 32 if needs_logsumexp else 0
-    logsumexp = query.new_zeros(query.size(0), query.size(1), rows, dtype=torch.float32)
-    seed = torch.zeros((), dtype=torch.long)
-    return _by_position(out), logsumexp, seed, seed.clone()
-
-
-def efficient_backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bias: Tensor | None,
-    out: Tensor,
-    logsumexp: Tensor,
-    seed: Tensor,
-    offset: Tensor,
-    dropout_p: float,
-    needs: list[bool],
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Gradients of :func:`efficient_forward`: dS = P * (dO V' - sum(dO * O)), as in the FlashAttention paper."""
-    factor = 1 / math.sqrt(query.size(-1)) if scale is None else scale
-    probabilities = _probabilities(query, key, bias, is_causal, scale)
-    scores = probabilities * (grad @ value.mT - (grad * out).sum(-1, keepdim=True))
-    of_query, of_key, of_value = scores @ key * factor, scores.mT @ query * factor, probabilities.mT @ grad
-    of_bias = scores if bias is not None and needs[3] else None
-    return _by_position(of_query), _by_position(of_key), _by_position(of_value), of_bias
-
-
-def _by_position(tensor: Tensor) -> Tensor:
-    """(batch, heads, length, size) laid out as (batch, length, heads, size): which copies follow depends on it."""
-    return tensor.transpose(1, 2).contiguous().transpose(1, 2)
-
-
-def flash_forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    return_debug_mask: bool = False,
-    *,
-    scale: float | None = None,
-) -> tuple[Any, ...]:
-    """The flash kernel's outputs from real CPU tensors (no dropout: only the sizes must be right)."""
-    out = _probabilities(query, _for_each_head(key, query), None, is_causal, scale) @ _for_each_head(value, query)
-    logsumexp = query.new_zeros(query.shape[:3], dtype=torch.float32)
-    seed, offset = torch.zeros(2, dtype=torch.uint64), torch.zeros((), dtype=torch.uint64)
-    out = torch.empty_like(query).copy_(out)  # in the query's layout, as the kernel does
-    return out, logsumexp, None, None, query.size(2), key.size(2), seed, offset, query.new_zeros(0)
-
-
-def flash_backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
-    *rest: Any,
-    scale: float | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of :func:`flash_forward`; heads that share a key add theirs up."""
-    is_causal = rest[5]
-    keys, values = _for_each_head(key, query), _for_each_head(value, query)
-    needs = [True, True, True, False]
-    of_query, of_keys, of_values, _ = efficient_backward(
-        grad, query, keys, values, None, out, logsumexp, out, out, 0.0, needs, is_causal, scale=scale
-    )
-    return (
-        torch.empty_like(query).copy_(of_query),
-        torch.empty_like(key).copy_(of_keys.unflatten(1, (key.size(1), -1)).sum(2)),
-        torch.empty_like(value).copy_(of_values.unflatten(1, (value.size(1), -1)).sum(2)),
-    )
-
-
-def _for_each_head(tensor: Tensor, query: Tensor) -> Tensor:
-    return tensor.repeat_interleave(query.size(1) // tensor.size(1), 1)
-
-
-def _probabilities(query: Tensor, key: Tensor, bias: Tensor | None, is_causal: bool, scale: float | None) -> Any:
-    scores = query @ key.mT * (1 / math.sqrt(query.size(-1)) if scale is None else scale)
-    if bias is not None:
-        scores = scores + bias
-    if is_causal:
-        scores = scores + torch.full(scores.shape[-2:], -math.inf, dtype=scores.dtype).triu(1)
-    return scores.softmax(-1)
-
-
-REAL_KERNELS: dict[Any, Callable[..., Any]] = {
-    aten._scaled_dot_product_flash_attention.default: flash_forward,
-    aten._scaled_dot_product_flash_attention_backward.default: flash_backward,
-    aten._scaled_dot_product_efficient_attention.default: efficient_forward,
-    aten._scaled_dot_product_efficient_attention_backward.default: efficient_backward,
-}
+REAL_KERNELS = attention_on_cpu.KERNELS  # for steps on real CPU tensors

@@ -6,8 +6,10 @@ at all is asked from the installed torch, whose CPU-only build answers too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -27,12 +29,20 @@ SET_DTYPE = frozenset({
     "cumprod", "cumsum", "linalg_matrix_norm", "linalg_vector_norm", "log_softmax", "prod", "softmax", "sum",
 })
 # fmt: on
+BANNED = frozenset({"binary_cross_entropy"})
+# In the words of aten/src/ATen/autocast_mode.cpp.
+BAN = """torch.nn.functional.binary_cross_entropy and torch.nn.BCELoss are unsafe to autocast.
+Many models use a sigmoid layer right before the binary cross entropy layer.
+In this case, combine the two layers using torch.nn.functional.binary_cross_entropy_with_logits
+or torch.nn.BCEWithLogitsLoss.  binary_cross_entropy_with_logits and BCEWithLogits are
+safe to autocast."""
 aten = torch.ops.aten
 # CUDA's kernels write the fp32 result straight from the lower-precision input; the CPU would copy it first.
 FUSED_CAST = {"softmax": aten._softmax.default, "log_softmax": aten._log_softmax.default}
 
 _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 _HALVES = (torch.float16, torch.bfloat16)
+_cached: dict[int, tuple[Tensor, Tensor]] = {}  # a weight's id: the weight, its lower-precision copy
 
 
 def install(library: Library) -> None:
@@ -40,7 +50,7 @@ def install(library: Library) -> None:
     on_cuda = set(torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA"))
     on_cpu = set(torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCPU"))
     # Both name these, but on the CPU everything becomes fp32.
-    differing = {name for name in on_cuda & on_cpu if _packet(name) in PROMOTE | SET_DTYPE}
+    differing = {name for name in on_cuda & on_cpu if _packet(name) in PROMOTE | SET_DTYPE | BANNED}
     for name in sorted(on_cuda - on_cpu | differing):
         operator = _overload(name)
         if operator is not None:
@@ -86,6 +96,8 @@ def _overload(name: str) -> Any:
 
 def _policy(name: str, operator: Any) -> Callable[..., Any]:
     packet = _packet(name)
+    if packet in BANNED:
+        return _banned
     if packet in LOWER_PRECISION:
         return _casting(operator, lambda values: torch.get_autocast_dtype("cpu"))
     if packet in PROMOTE:
@@ -93,6 +105,10 @@ def _policy(name: str, operator: Any) -> Callable[..., Any]:
     if packet in SET_DTYPE:
         return _setting_dtype(operator, FUSED_CAST.get(packet))
     return _casting(operator, lambda values: torch.float32)
+
+
+def _banned(*args: Any, **kwargs: Any) -> Any:
+    raise RuntimeError(BAN)
 
 
 def _casting(operator: Any, choose: Callable[[list[Tensor]], torch.dtype]) -> Callable[..., Any]:
@@ -129,10 +145,36 @@ def _eligible(values: Iterable[Any]) -> Iterable[Tensor]:
 def _cast(value: Any, dtype: torch.dtype) -> Any:
     if isinstance(value, Tensor):
         wanted = value.is_floating_point() and value.dtype not in (torch.float64, dtype)
-        return value.to(dtype) if wanted else value
+        return _copy(value, dtype) if wanted else value
     if isinstance(value, (list, tuple)):
         return type(value)(_cast(item, dtype) for item in value)
     return value
+
+
+def _copy(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """The value as ``dtype``; of a weight one copy for the whole region, as ``cached_cast`` in ATen keeps it."""
+    is_weight = value.requires_grad and value.is_leaf and not value._is_view() and value.dtype == torch.float32
+    if not (is_weight and dtype == torch.get_autocast_dtype("cpu") and torch.is_autocast_cache_enabled()):
+        return value.to(dtype)
+    if id(value) not in _cached:
+        _cached[id(value)] = (value, value.to(dtype))
+    return _cached[id(value)][1]
+
+
+@contextmanager
+def cache_of_weights() -> Iterator[None]:
+    """Inside, the copies of weights die with PyTorch's own cache, at the end of the outermost region."""
+    clear = torch.clear_autocast_cache
+
+    def clear_both() -> None:
+        _cached.clear()
+        clear()
+
+    with mock.patch.object(torch, "clear_autocast_cache", clear_both):
+        try:
+            yield
+        finally:
+            _cached.clear()
 
 
 def _widest(values: list[Tensor]) -> torch.dtype:

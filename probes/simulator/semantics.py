@@ -14,17 +14,19 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.library import Library
 
-from gradplan.probes.simulator import attention, autocast, recurrent
+from gradplan.probes.simulator import attention, autocast, optimizers, recurrent, scratch
 
 aten = torch.ops.aten
 
-# pytorch/pytorch#95668: 8519680 bytes stay allocated after one Linear. cuBLAS' own advice is 32 MiB on Hopper
-# (docs.nvidia.com/cuda/cublas, cublasSetWorkspace).
+# aten/src/ATen/cuda/CublasHandlePool.cpp. pytorch/pytorch#95668: 8519680 bytes stay allocated after one Linear.
+# cuBLAS' own advice is 32 MiB from Hopper on (docs.nvidia.com/cuda/cublas, cublasSetWorkspace); PyTorch follows it on
+# Blackwell since pytorch/pytorch#175344 (before torch 2.13), on compute capability 11 since #189312 (before 2.14).
+# cuBLASLt shares this workspace, or has 1 MiB of its own, which is not counted.
 CUBLAS_WORKSPACE_BYTES = 8_519_680
-CUBLAS_WORKSPACE_HOPPER_BYTES = 32 * 2**20
+LARGE_CUBLAS_WORKSPACE_BYTES = 32 * 2**20
+LARGE_SINCE = {9: (2, 0), 10: (2, 13), 11: (2, 14), 12: (2, 13)}
 
 _MATRIX_PRODUCTS = frozenset(
     {
@@ -45,9 +47,10 @@ class CublasWorkspace:
     Linear and its loss (A100, benchmark/data/all_benchmark_data.csv) leave exactly 2 x 8,519,680 bytes.
     """
 
-    def __init__(self, capability: tuple[int, int]) -> None:
-        is_hopper = capability[0] == 9
-        self.num_bytes = CUBLAS_WORKSPACE_HOPPER_BYTES if is_hopper else CUBLAS_WORKSPACE_BYTES
+    def __init__(self, capability: tuple[int, int], version: Any = torch.__version__) -> None:
+        since = LARGE_SINCE.get(capability[0])
+        is_large = since is not None and version >= since
+        self.num_bytes = LARGE_CUBLAS_WORKSPACE_BYTES if is_large else CUBLAS_WORKSPACE_BYTES
         self._threads: set[bool] = set()
 
     def __call__(self, operator: Any) -> int | None:
@@ -85,30 +88,15 @@ def cuda_semantics(capability: tuple[int, int], are_fake: bool = True) -> Iterat
             library.impl("dropout", dropout, "AutogradCPU")
             library.impl("scaled_dot_product_attention", attention.attention_for(capability), "AutogradCPU")
             autocast.install(library)
+            scratch.install(library)
             if are_fake:
                 recurrent.install(library)
             else:
                 library.impl("lstm.input", lstm_without_onednn, "AutogradCPU")
-        stack.enter_context(_foreach_by_default())
+        stack.enter_context(optimizers.defaults_of_cuda())
         stack.enter_context(_autocast_on_this_device())
+        stack.enter_context(autocast.cache_of_weights())
         stack.enter_context(eager())
-        yield
-
-
-@contextmanager
-def _foreach_by_default() -> Iterator[None]:
-    """torch's optimizers take the foreach implementation on CUDA: a parameter-sized temporary inside step()."""
-    from torch.optim import optimizer
-    from torch.utils import _foreach_utils
-
-    def devices() -> list[str]:
-        return ["cuda", "cpu"]
-
-    with (
-        mock.patch.object(optimizer, "_get_foreach_kernels_supported_devices", devices),
-        mock.patch.object(optimizer, "_foreach_supported_types", [*optimizer._foreach_supported_types, FakeTensor]),
-        mock.patch.object(_foreach_utils, "_foreach_supported_types", [torch.Tensor, FakeTensor]),
-    ):
         yield
 
 
