@@ -27,10 +27,17 @@ def what_would_fit(recipe: Recipe, evidence: Evidence, goal: Goal) -> str:
         problem = f"a micro-batch of {size} needs {format_bytes(required)}, more than the {limit}"
     holds = [other for other in evidence.others if other.max_micro_batch_size >= size]
     larger = min(holds, key=lambda other: other.device.total_bytes, default=None)
-    remedies = [
+    levers = [
+        f"{lever.name} ({lever.how}) holds {lever.max_micro_batch_size}"
+        for lever in evidence.levers
+        if lever.max_micro_batch_size >= size
+    ]
+    remedies = levers or [
         *(["mixed precision (--precision bf16-mixed)"] if goal.precision == "32-true" else []),
         "activation checkpointing in the model",
         *(["an optimizer with less state (SGD, 8-bit)"] if "adam" in recipe.optimizer.lower() else []),
+    ]
+    remedies += [
         "a smaller model or smaller inputs",
         *(["closing what else uses the device"] if evidence.kind == "measured" else []),
         "more memory (--memory SIZE)"

@@ -75,7 +75,7 @@ def show(content: RenderableType, piped_columns: int = 80) -> None:
         write(to_text(content, piped_columns).removesuffix("\n"))
 
 
-def show_plan(plan: Plan, as_json: bool, verbose: bool = False) -> None:
+def show_plan(plan: Plan, as_json: bool, verbose: bool = False, with_anatomy: bool = False) -> None:
     from gradplan import planfile, report
 
     for line in (*report.trial_lines(plan), *report.backward_lines(plan)) if verbose else ():
@@ -83,7 +83,7 @@ def show_plan(plan: Plan, as_json: bool, verbose: bool = False) -> None:
     if as_json:
         write(planfile.to_json(plan).removesuffix("\n").encode())
     else:
-        show(report.summary(plan))
+        show(report.summary(plan, with_anatomy or verbose))
 
 
 def say_what_is_next(plan: Plan, wrote: str, command: str, as_json: bool = False, quiet: bool = False) -> None:
@@ -153,7 +153,7 @@ def probe_command(
 
     folder = os.getcwd()
     with terminal.progress(quiet, verbose, say) as tell, terminal.stdout_aside(), terminal.ctrl_c_at_once(leave):
-        plan = probe(model, progress=tell, **settings)
+        plan = probe(model, progress=tell, with_levers=verbose, **settings)
     os.chdir(folder)  # the model's file may have left it
     show_plan(plan, as_json, verbose)
     files.write_plan(plan, plan_path, force=force)
@@ -220,7 +220,7 @@ def show_command(plan_path: str, trainer: str | None, as_json: bool, verbose: bo
         write(arguments.text.removesuffix("\n"))
         say_notes(() if arguments.has_comments else arguments.notes)
     else:
-        show_plan(plan, as_json, verbose)
+        show_plan(plan, as_json, verbose, with_anatomy=True)
 
 
 @main.command("init")

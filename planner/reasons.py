@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator
 
 from gradplan.planfile import Plan
-from gradplan.probes.evidence import Capacity, Trial
+from gradplan.probes.evidence import Anatomy, Capacity, Trial
 from gradplan.units import format_bytes
 from gradplan.window import split_window
 
@@ -81,7 +81,10 @@ def memory(plan: Plan) -> tuple[str, str]:
     limit = f"of {format_bytes(plan.evidence.limit_bytes)} usable"
     for trial in _trials_of_interest(plan):
         if trial.needed_bytes is not None:
-            return format_bytes(trial.needed_bytes), f"{limit}; {how(plan)} for size {trial.micro_batch_size}"
+            reason = f"{limit}; {how(plan)} for size {trial.micro_batch_size}"
+            if trial.required_bytes is not None and trial.peak_reserved_bytes is not None:
+                reason += f", and {format_bytes(trial.peak_reserved_bytes)} where there is room to spare"
+            return format_bytes(trial.needed_bytes), reason
     return "unknown", limit
 
 
@@ -89,6 +92,19 @@ def _trials_of_interest(plan: Plan) -> Iterator[Trial]:
     """Those that fit: first of the chosen micro-batch, then of the largest."""
     for size in (plan.micro_batch_size, plan.max_micro_batch_size):
         yield from (trial for trial in plan.evidence.trials if trial.fits and trial.micro_batch_size == size)
+
+
+def anatomy_title(anatomy: Anatomy) -> str:
+    """At which moment most memory is in use."""
+    where = {
+        "forward": f"the forward pass of micro-batch {anatomy.micro_batch}",
+        "backward": f"the backward pass of micro-batch {anatomy.micro_batch}",
+        "optimizer step": "the optimizer's step",
+        "evaluation": "the evaluation",
+    }.get(anatomy.moment, "the building of the model")
+    inside = f" (in {anatomy.module})" if anatomy.module else ""
+    step = f", optimizer step {anatomy.step}" if anatomy.step else ""
+    return f"Most memory is in use in {where}{inside}{step}, for size {anatomy.micro_batch_size} (predicted)"
 
 
 def how(plan: Plan) -> str:

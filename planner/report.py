@@ -18,6 +18,7 @@ from rich.text import Text
 from gradplan import reasons
 from gradplan.advice import quoted
 from gradplan.planfile import Plan
+from gradplan.probes.evidence import Anatomy
 from gradplan.units import format_bytes
 
 
@@ -36,9 +37,16 @@ class Card(Protocol):
     def basis(self) -> str: ...
 
 
-def summary(plan: Plan) -> RenderableType:
-    """The recommended settings, what other GPUs could hold, and what to watch out for."""
+def summary(plan: Plan, with_anatomy: bool = False) -> RenderableType:
+    """The recommended settings, what other GPUs could hold, and what to watch out for.
+
+    ``with_anatomy`` adds what the memory is needed for. What would make room is there where it was asked.
+    """
     sections = [_header(plan), _settings(plan)]
+    if with_anatomy and plan.evidence.anatomy is not None:
+        sections.append(_titled(reasons.anatomy_title(plan.evidence.anatomy), _anatomy(plan.evidence.anatomy)))
+    if plan.evidence.levers:
+        sections.append(_titled("What would make room (predicted)", _levers(plan)))
     if plan.evidence.others:
         sections.append(_titled("What other GPUs could hold (predicted)", _others(plan)))
     if plan.warnings:
@@ -88,7 +96,7 @@ def gpu_table(cards: Iterable[Card]) -> RenderableType:
 
 def describe(plan: Plan, width: int = 80) -> str:
     """What ``gradplan show`` prints, as plain text of at most ``width`` columns."""
-    return to_text(summary(plan), width)
+    return to_text(summary(plan, with_anatomy=True), width)
 
 
 def to_text(content: RenderableType, width: int = 80) -> str:
@@ -138,6 +146,26 @@ def _others(plan: Plan) -> RenderableType:
     return Padding(table, (0, 0, 0, 2), expand=False)
 
 
+def _anatomy(anatomy: Anatomy) -> RenderableType:
+    table = _grid("", "memory", numbers=("memory",))
+    for part in anatomy.parts:
+        table.add_row(Text(part.name), Text(format_bytes(part.num_bytes)))
+        if part.name == "activations":
+            for module in anatomy.modules:
+                table.add_row(Text(f"  {module.name}", "dim"), Text(format_bytes(module.num_bytes), "dim"))
+    table.add_row(Text("reserved beyond that by the allocator"), Text(format_bytes(anatomy.unused_bytes)))
+    return Padding(table, (0, 0, 0, 2), expand=False)
+
+
+def _levers(plan: Plan) -> RenderableType:
+    table = _grid("change", "micro-batch", "how", numbers=("micro-batch",))
+    table.add_row(Text("as it is"), Text(str(plan.evidence.largest_fitting)), Text())
+    for lever in plan.evidence.levers:
+        size = str(lever.max_micro_batch_size or "does not fit")
+        table.add_row(Text(lever.name), Text(size), Text(lever.how))
+    return Padding(table, (0, 0, 0, 2), expand=False)
+
+
 def _warnings(plan: Plan) -> RenderableType:
     table = Table.grid(padding=(0, 1, 0, 0))
     for warning in plan.warnings:
@@ -154,5 +182,5 @@ def _grid(*titles: str, numbers: tuple[str, ...] = ()) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
     table.show_header = bool(titles)
     for title in titles:
-        table.add_column(title, justify="right" if title in numbers else "left")
+        table.add_column(title, justify="right" if title in numbers else "left", overflow="fold")
     return table

@@ -10,11 +10,13 @@ import gradplan
 from gradplan.plan import Goal, Plan, find_target, make_plan
 from gradplan.probes.errors import UsageError
 from gradplan.probes.evidence import Notice, Precision
+from gradplan.probes.simulator.allocator_settings import AllocatorSettings, parse_settings
 from gradplan.probes.simulator.catalogue import COMMON, find, gpus
 
 __all__ = ["gpus", "probe"]
 
 DEFAULT_GPU = "rtx-4090"
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 MEASURED = ("cpu",)
 NOT_YET_MEASURED = ("cuda", "xpu", "mps", "hip", "rocm")
 
@@ -31,6 +33,7 @@ def probe(
     base_lr: float | None = None,
     world_size: int = 1,
     max_micro_batch: int | None = None,
+    with_levers: bool = False,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Plan:
     """Find the largest micro-batch of ``model`` (a path, or path:builder) and plan training with it.
@@ -45,6 +48,8 @@ def probe(
         base_batch, base_lr: the recipe that is known to work, over what the file says.
         world_size: data-parallel ranks.
         max_micro_batch: look no further than this.
+        with_levers: also say what changes would do to the largest micro-batch (``evidence.levers``). Takes about
+            as long as the probe again; where nothing fits it is always done.
         progress: told in a few words what is being done.
 
     Raises:
@@ -70,13 +75,18 @@ def probe(
         if gpu is None:
             prober = Measurement(workload, precision, memory_bytes, headroom_percent, folder, progress)
         else:
-            prober = Simulation(workload, gpu, precision, memory_bytes, headroom_percent, progress)
+            total_bytes = memory_bytes or gpu.total_bytes
+            settings, text = allocator_settings(total_bytes)
+            prober = Simulation(workload, gpu, precision, memory_bytes, headroom_percent, progress, settings)
+            if text:
+                message = f"simulated with PYTORCH_CUDA_ALLOC_CONF={text}: set it for train.py, too"
+                workload.notices.append(Notice(code="allocator-settings", message=message))
         if device is None and gpu is not None:
             workload.notices.append(Notice(code="simulated-device", message=_why_simulated(torch, gpu.name)))
         recipe = prober.recipe()
         target = find_target(recipe, goal)
         others = tuple(find(name) for name in COMMON) if device is None else ()
-        evidence = prober.gather(target.per_rank, target.at_most, others)
+        evidence = prober.gather(target.per_rank, target.at_most, others, with_levers)
     return make_plan(recipe, evidence, goal, gradplan_version=gradplan.__version__, torch_version=torch.__version__)
 
 
@@ -88,6 +98,20 @@ def folder_kept() -> Iterator[str]:
         yield folder
     finally:
         os.chdir(folder)
+
+
+def allocator_settings(total_bytes: int) -> tuple[AllocatorSettings, str]:
+    """What the environment asks of PyTorch's allocator on a GPU of ``total_bytes``, and the text that says so.
+
+    Raises:
+        UsageError: PyTorch would refuse it.
+    """
+    name = next((name for name in ALLOCATOR_VARIABLES if os.environ.get(name)), "")
+    text = os.environ.get(name, "")
+    try:
+        return parse_settings(text, total_bytes), text
+    except ValueError as error:
+        raise UsageError(f"the environment variable {name}: {error}") from None
 
 
 def is_measured(device: str | None) -> bool:

@@ -73,6 +73,40 @@ class BackwardPeak(Frozen):
     peak_reserved_bytes: int
 
 
+class Part(Frozen):
+    """Some of the memory in use."""
+
+    name: str
+    num_bytes: int
+
+
+class Anatomy(Frozen):
+    """What is in memory when most of it is in use, for one micro-batch size.
+
+    ``moment`` is where in the training that is: of which optimizer ``step`` and ``micro_batch`` (counted from 1), and
+    in a forward pass, inside which ``module``. ``parts`` are all bytes in use by kind, the largest first; ``modules``
+    are the activations of the modules that keep most, those that are alike together. ``unused_bytes`` is what the
+    allocator reserves beyond.
+    """
+
+    micro_batch_size: int = Field(ge=1)
+    moment: str
+    step: int
+    micro_batch: int
+    module: str
+    parts: tuple[Part, ...]
+    modules: tuple[Part, ...]
+    unused_bytes: int
+
+
+class Lever(Frozen):
+    """What one change would do to the largest micro-batch, predicted. ``how`` says what to type or to write."""
+
+    name: str
+    how: str
+    max_micro_batch_size: int = Field(ge=0)
+
+
 class Capacity(Frozen):
     """What another GPU could hold, replayed from the same traces."""
 
@@ -85,7 +119,8 @@ class Evidence(Frozen):
 
     ``limit_bytes`` is what the allocator may take: (memory - context - other use) x (1 - headroom).
     ``backward`` is the form that was tried: "sequential" runs it after each of several losses. Where both forms
-    exist, ``backward_peaks`` compares them at one size.
+    exist, ``backward_peaks`` compares them at one size. ``anatomy`` is that of the largest size that fits, or of the
+    smallest where none does; ``levers`` is empty where nobody asked.
     """
 
     kind: Literal["simulated", "measured"]
@@ -96,7 +131,14 @@ class Evidence(Frozen):
     backward: Backward = "joint"
     backward_peaks: tuple[BackwardPeak, ...] = ()
     has_several_losses: bool = False
+    anatomy: Anatomy | None = None
+    levers: tuple[Lever, ...] = ()
     notices: tuple[Notice, ...] = ()
+
+    @property
+    def largest_fitting(self) -> int:
+        """The largest micro-batch that was tried and fits, 0 where none does."""
+        return max((trial.micro_batch_size for trial in self.trials if trial.fits), default=0)
 
 
 class Recipe(Frozen):

@@ -77,12 +77,14 @@ class Measurement:
         """
         return self._tracer.recipe()
 
-    def gather(self, per_rank: int | None, at_most: int | None, others: tuple[object, ...] = ()) -> Evidence:
+    def gather(
+        self, per_rank: int | None, at_most: int | None, others: tuple[object, ...] = (), with_levers: bool = False
+    ) -> Evidence:
         """The trials that find the largest micro-batch; every size that counts was run.
 
         ``per_rank`` is the whole batch of one optimizer step on one rank, tried as one micro-batch where
-        ``at_most`` allows it; None where the window is one micro-batch, as large as fits. ``others`` are not
-        measured.
+        ``at_most`` allows it; None where the window is one micro-batch, as large as fits. ``others``
+        and levers are not measured.
 
         Raises:
             UserCodeError: the user's step failed; the message names their line.

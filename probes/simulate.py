@@ -11,25 +11,30 @@ import psutil
 import torch
 
 from gradplan.probes.errors import DoesNotFitError, UserCodeError
-from gradplan.probes.evidence import Capacity, Device, Evidence, Notice, Precision, Recipe, Trial
+from gradplan.probes.evidence import Anatomy, Capacity, Device, Evidence, Lever, Notice, Precision, Recipe, Trial
 from gradplan.probes.search import MOST_SAMPLES, end_notices, largest
 from gradplan.probes.simulator import allocator
+from gradplan.probes.simulator.allocator_settings import DEFAULT_SETTINGS, AllocatorSettings
+from gradplan.probes.simulator.anatomy import anatomy
 from gradplan.probes.simulator.catalogue import Gpu
 from gradplan.probes.simulator.curve import Curve
 from gradplan.probes.simulator.forms import Forms
-from gradplan.probes.simulator.trace import Trace
+from gradplan.probes.simulator.levers import Levers
+from gradplan.probes.simulator.trace import GRADIENTS, Trace
 from gradplan.probes.simulator.tracer import Tracer
-from gradplan.probes.simulator.training import Setup
+from gradplan.probes.simulator.training import NUM_STEPS, Setup
 from gradplan.probes.workload import Workload
 
 CURVE_TOLERANCE = 1.001
+CERTAINTY = 1.1
 
 
 class Simulation:
     """One workload on one simulated GPU.
 
     ``memory_bytes`` is used instead of the GPU's own total, the CUDA context being part of it;
-    ``headroom_percent`` of what remains is left free. ``progress`` is told what is being done.
+    ``headroom_percent`` of what remains is left free. ``progress`` is told what is being done; ``settings`` are those
+    of PyTorch's allocator.
     """
 
     def __init__(
@@ -40,6 +45,7 @@ class Simulation:
         memory_bytes: int | None = None,
         headroom_percent: float = 5.0,
         progress: Callable[[str], None] = lambda _: None,
+        settings: AllocatorSettings = DEFAULT_SETTINGS,
     ) -> None:
         self.gpu = gpu
         self.total_bytes = memory_bytes or gpu.total_bytes
@@ -52,9 +58,11 @@ class Simulation:
             )
         self._workload = workload
         self._unit = workload.batch_multiple
+        self._settings = settings
         self._tracer = Tracer(Setup(workload, precision, gpu.compute_capability or (8, 0)), progress)
         self._notices: list[Notice] = []
         self._trials: dict[tuple[int, int], Trial] = {}
+        self._traces: dict[tuple[int, int], Trace] = {}
         if precision.startswith("bf16") and gpu.compute_capability is not None and gpu.compute_capability < (8, 0):
             self._note("slow-bf16", f"{gpu.name} has no bf16 arithmetic of its own: 16-mixed is the precision for it")
 
@@ -66,11 +74,14 @@ class Simulation:
         """
         return self._tracer.recipe()
 
-    def gather(self, per_rank: int | None, at_most: int | None, others: tuple[Gpu, ...] = ()) -> Evidence:
+    def gather(
+        self, per_rank: int | None, at_most: int | None, others: tuple[Gpu, ...] = (), with_levers: bool = False
+    ) -> Evidence:
         """The trials that find the largest micro-batch, the last of them traced at that size.
 
         ``per_rank`` is the whole batch of one optimizer step on one rank, tried first where ``at_most`` allows it;
         None where the window is one micro-batch, as large as fits. ``others`` are told what they could hold.
+        ``with_levers`` asks what changes would do; it is always asked where nothing fits.
 
         Raises:
             UserCodeError: the user's step failed; the message names their line.
@@ -84,12 +95,20 @@ class Simulation:
         large: Trace | None = None
         if forms is not None and self._tracer.backward is not None:
             small, large = forms.traces[self._tracer.backward]
-        whole = self._try_whole(per_rank) if per_rank is not None and per_rank == at_most else None
-        fits_whole = whole is not None and whole.fits
-        curve = None if fits_whole and not others else self._curve(small, large, num_micro_batches)
-        if not fits_whole:
+        whole_size = per_rank if per_rank == at_most else None
+        try:
+            curve = self._curve(small, large, num_micro_batches)
+        except UserCodeError:  # some models take no other size than that of their first batch
+            curve = None
+            whole = None if whole_size is None else self._try_whole(whole_size, None)
+            if whole is None or not whole.fits:
+                raise
+        else:
+            whole = None if whole_size is None else self._try_whole(whole_size, curve)
+        if whole is None or not whole.fits:
             below = max(self._unit, ceiling - self._unit) if whole else ceiling
             self._search(curve, num_micro_batches, below)
+        fits_any = any(trial.fits for trial in self._trials.values())
         return Evidence(
             kind="simulated",
             device=Device(name=self.gpu.name, total_bytes=self.total_bytes, slug=self.gpu.slug),
@@ -99,8 +118,24 @@ class Simulation:
             backward=self._tracer.backward or "joint",
             has_several_losses=self._workload.yields_losses,
             backward_peaks=() if forms is None else forms.peaks(self._largest_tried()),
+            anatomy=self._anatomy(),
+            levers=self._levers(curve, num_micro_batches) if curve and (with_levers or not fits_any) else (),
             notices=(*self._tracer.notices, *self._notices),
         )
+
+    def _levers(self, curve: Curve, num_micro_batches: int) -> tuple[Lever, ...]:
+        if self._tracer.is_real:
+            return ()
+        levers = Levers(self._tracer, curve, self.limit_bytes, num_micro_batches, self._settings)
+        fitting = (trial.micro_batch_size for trial in self._trials.values() if trial.fits)
+        return tuple(levers.all(max(fitting, default=self._unit)))
+
+    def _anatomy(self) -> Anatomy | None:
+        """Of the largest size that fits, else of the smallest."""
+        fitting = [key for key, trial in self._trials.items() if trial.fits]
+        key = max(fitting) if fitting else min(self._traces, default=None)
+        trace = self._traces.get(key) if key else None
+        return anatomy(trace, key[0]) if key and trace and trace.births else None
 
     def _choose_backward(self, small: Trace, num_micro_batches: int, at_most: int) -> Forms | None:
         """For several losses: from here on, every trace is of the form that needs less."""
@@ -115,11 +150,15 @@ class Simulation:
         fitting = (trial.micro_batch_size for trial in self._trials.values() if trial.fits)
         return max(fitting, default=2 * self._unit)
 
-    def _try_whole(self, per_rank: int) -> Trial | None:
-        """A trial of the whole batch at once; None where it cannot be traced, or the batch alone is too much."""
+    def _try_whole(self, per_rank: int, curve: Curve | None) -> Trial | None:
+        """A trial of the whole batch at once; None where it cannot be traced, or is certain not to fit."""
         too_much = min(self.limit_bytes, psutil.virtual_memory().available // 2)
         if self._tracer.is_real or self._bytes_per_sample * per_rank > too_much:
             return None
+        if curve is not None:  # its second micro-batch meets the gradients of the first, and some more
+            needed_bytes = curve.peak_live_bytes(per_rank) - 2 * _gradient_bytes(curve)
+            if needed_bytes > self.limit_bytes * CERTAINTY:
+                return None
         return self._try(per_rank, 1)
 
     @cached_property
@@ -189,22 +228,24 @@ class Simulation:
         return self._record(size, num_micro_batches, self._tracer.trace(size, num_micro_batches), is_traced=True)
 
     def _record(self, size: int, num_micro_batches: int, trace: Trace, is_traced: bool) -> Trial:
-        peaks = allocator.replay(trace.events, trace.sizes)
+        settings = self._settings
+        peaks = allocator.replay(trace.events, trace.sizes, settings=settings)
         trial = Trial(
             micro_batch_size=size,
             num_micro_batches=num_micro_batches,
             fits=peaks.reserved_bytes <= self.limit_bytes
-            or allocator.fits(trace.events, trace.sizes, self.limit_bytes),
+            or allocator.fits(trace.events, trace.sizes, self.limit_bytes, settings=settings),
             source="traced" if is_traced else "replayed",
             peak_allocated_bytes=peaks.allocated_bytes,
             peak_reserved_bytes=peaks.reserved_bytes,
             required_bytes=self._required(trace) if is_traced else None,
         )
         self._trials[size, num_micro_batches] = trial
+        self._traces[size, num_micro_batches] = trace
         return trial
 
     def _required(self, trace: Trace) -> int:
-        return allocator.required_bytes(trace.events, trace.sizes)
+        return allocator.required_bytes(trace.events, trace.sizes, settings=self._settings)
 
     def _note(self, code: str, message: str) -> None:
         self._notices.append(Notice(code=code, message=message))
@@ -214,10 +255,14 @@ class Simulation:
         if whole is not None and whole.required_bytes is not None and whole.required_bytes <= limit:
             size = at_most
         else:
-            hint = curve.hint(limit, at_most)
-            size = largest(lambda n: curve.fits(n, limit), at_most=at_most, hint=hint, multiple=self._unit)
+            size = curve.largest(limit, at_most, self._unit, self._settings)
         device = Device(name=gpu.name, total_bytes=gpu.total_bytes, slug=gpu.slug)
         return Capacity(device=device, max_micro_batch_size=size)
+
+
+def _gradient_bytes(curve: Curve) -> float:
+    births = zip(curve.bases, curve.births, strict=True) if curve.births else ()
+    return sum(base for base, birth in births if birth.kind == GRADIENTS) / NUM_STEPS
 
 
 def limit_of(gpu: Gpu, total_bytes: int, headroom_percent: float) -> int:

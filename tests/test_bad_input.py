@@ -235,9 +235,9 @@ def test_an_option_that_cannot_be_is_wrong_usage(option: str, value: str) -> Non
 
 
 def test_what_does_not_fit_ends_in_3_and_says_what_would() -> None:
-    message = refused(GOOD, "--memory", "300MiB", "--device", "rtx-4090", exit_code=3)
-    assert "of 300 MiB, the CUDA context is counted as 400 MiB" in message
-    message = refused(GOOD, "--memory", "401MiB", "--device", "rtx-4090", exit_code=3)
+    message = refused(GOOD, "--memory", "500MiB", "--device", "rtx-4090", exit_code=3)
+    assert "of 500 MiB, the CUDA context is counted as 512 MiB" in message
+    message = refused(GOOD, "--memory", "513MiB", "--device", "rtx-4090", exit_code=3)
     assert "a micro-batch of 1 " in message
     assert "What can make it fit: " in message
 

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradplan.probes.errors import UsageError
-from gradplan.probes.simulator.catalogue import COMMON, CONTEXT_BYTES, Gpu, find, gpus
+from gradplan.probes.simulator.catalogue import COMMON, UNKNOWN_CONTEXT_BYTES, Gpu, find, gpus
 
 MIB = 2**20
 ESTIMATED = [gpu for gpu in gpus() if gpu.basis == "estimated"]
@@ -205,8 +205,26 @@ def test_common_cards_are_known_by_their_slug_in_order_of_memory() -> None:
     assert [card.total_bytes for card in cards] == sorted(card.total_bytes for card in cards)
 
 
-def test_the_context_is_that_of_lazy_loading() -> None:
-    assert 256 * MIB <= CONTEXT_BYTES <= 400 * MIB
+@pytest.mark.parametrize(
+    ("slug", "context_mib", "process_mib"), [("rtx-4090", 471, 492), ("rtx-3090", 256, 314), ("a100-40gb", 414, 414)]
+)
+def test_the_context_leaves_room_for_what_processes_were_seen_to_hold(
+    slug: str, context_mib: int, process_mib: int
+) -> None:
+    allowed = find(slug).context_bytes
+    assert context_mib * MIB <= allowed
+    assert process_mib * MIB <= allowed <= 1.1 * process_mib * MIB
+
+
+def test_a_small_card_has_a_small_context() -> None:
+    """A run that is published with xMem reserved 7826 MiB on an RTX 4060 of 7933."""
+    assert find("rtx-4060").context_bytes <= (7933 - 7826) * MIB
+
+
+def test_every_nvidia_card_has_its_multiprocessors() -> None:
+    for gpu in gpus():
+        assert (gpu.multiprocessors is not None) == (gpu.kind == "cuda")
+        assert gpu.multiprocessors or gpu.context_bytes == UNKNOWN_CONTEXT_BYTES
 
 
 def test_the_catalogue_needs_no_torch() -> None:

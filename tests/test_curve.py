@@ -210,13 +210,23 @@ def test_the_hint_is_a_little_above_the_answer(text: str, limit: int, workload: 
     """Live bytes are a bound: what the allocator rounds and cannot use comes on top."""
     curve = curve_of(workload, text)
     hint = curve.hint(limit, 2**20)
-    answer = largest(lambda size: curve.fits(size, limit), at_most=2**20, hint=hint)
+    answer = curve.largest(limit, 2**20)
     assert 0.98 * answer <= hint <= 1.15 * answer
 
 
-@given(storages, st.integers(1, 500), st.integers(0, 400 * MIB))
-def test_a_size_fits_where_the_replay_of_its_trace_does(storages: list[tuple[int, int]], size: int, limit: int) -> None:
+@given(storages, st.integers(0, 200 * MIB))
+def test_the_largest_size_is_what_a_search_over_replays_finds(storages: list[tuple[int, int]], limit: int) -> None:
     curve = all_at_once(storages)
-    trace = curve.at(size)
-    assert trace.sizes == tuple(base + slope * size for base, slope in storages)
-    assert curve.fits(size, limit) == allocator.fits(trace.events, trace.sizes, limit)
+
+    def is_fitting(size: int) -> bool:
+        trace = curve.at(size)
+        assert trace.sizes == tuple(base + slope * size for base, slope in storages)
+        return allocator.fits(trace.events, trace.sizes, limit)
+
+    assert curve.largest(limit, 64) == largest(is_fitting, at_most=64, hint=curve.hint(limit, 64))
+
+
+@given(st.lists(st.tuples(st.integers(-MIB, MIB), st.integers(0, MIB)), min_size=1, max_size=9), st.integers(1, 99))
+def test_live_bytes_of_a_size_are_those_of_its_trace(storages: list[tuple[int, int]], size: int) -> None:
+    curve = all_at_once(storages)
+    assert curve.peak_live_bytes(size) == curve.at(size).peak_live_bytes

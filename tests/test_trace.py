@@ -124,10 +124,10 @@ def test_a_sparse_tensor_is_its_indices_and_its_values(layout: torch.layout) -> 
     pointers, indices, values = torch.tensor([0, 1, 2, 3]), torch.tensor([2, 0, 1]), torch.ones(3)
     recorder = Recorder()
     if layout == torch.sparse_coo:
-        recorder.adopt(torch.sparse_coo_tensor(torch.stack([indices, indices]), values, (3, 3)))
+        recorder.adopt(torch.sparse_coo_tensor(torch.stack([indices, indices]), values, (3, 3)), "")
         assert recorder.trace().sizes == (2 * 3 * 8, 3 * 4)
     else:
-        recorder.adopt(torch.sparse_compressed_tensor(pointers, indices, values, (3, 3), layout=layout))
+        recorder.adopt(torch.sparse_compressed_tensor(pointers, indices, values, (3, 3), layout=layout), "")
         assert recorder.trace().sizes == (4 * 8, 3 * 8, 3 * 4)
 
 

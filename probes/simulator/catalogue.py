@@ -14,7 +14,12 @@ from typing import Literal
 
 from gradplan.probes.errors import UsageError
 
-CONTEXT_BYTES = 400 * 2**20
+# Processes that hold no more than a context, in the texts of out-of-memory errors: 471 MiB on an RTX 4090
+# (3DTopia/Phidias-Diffusion#8), 414 on an A100 (awslabs/keys_values#92), 256 on an RTX 3090. That is 3.7, 3.8 and 3.1
+# for each of their multiprocessors, whose threads' local memory it holds. What the processes themselves hold besides
+# PyTorch's own memory, kernels and all, is 479 and 492 MiB on an RTX 4090, 260 to 314 on an RTX 3090.
+CONTEXT_BYTES_PER_MULTIPROCESSOR = 4 * 2**20
+UNKNOWN_CONTEXT_BYTES = 400 * 2**20
 """Device memory that a process uses before its first tensor: the CUDA context.
 
 About 300 to 400 MiB since CUDA 11.7 loads kernels lazily, which PyTorch asks for by default; more than 1000
@@ -60,13 +65,16 @@ class Gpu:
     basis: Literal["reported", "estimated"]
     source: str
     compute_capability: tuple[int, int] | None = None
+    multiprocessors: int | None = None
     architecture: str | None = None
     other_names: tuple[str, ...] = ()
 
     @property
     def context_bytes(self) -> int:
-        """What the driver's context takes of ``total_bytes``."""
-        return CONTEXT_BYTES
+        """About what the driver's context and the kernels take of ``total_bytes``."""
+        if self.multiprocessors is None:
+            return UNKNOWN_CONTEXT_BYTES
+        return self.multiprocessors * CONTEXT_BYTES_PER_MULTIPROCESSOR
 
 
 @cache

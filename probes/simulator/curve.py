@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache, cached_property
 
-from gradplan.probes.simulator.allocator import fits
-from gradplan.probes.simulator.trace import Trace
+import torch
+from torch import Tensor
+
+from gradplan.probes.search import largest
+from gradplan.probes.simulator.allocator import fits, replay
+from gradplan.probes.simulator.allocator_settings import DEFAULT_SETTINGS, AllocatorSettings
+from gradplan.probes.simulator.trace import Birth, Trace
 
 
 @dataclass(frozen=True)
@@ -15,6 +22,7 @@ class Curve:
     events: tuple[int, ...]
     bases: tuple[float, ...]
     slopes: tuple[float, ...]
+    births: tuple[Birth, ...] = ()
 
     @classmethod
     def fit(cls, small: Trace, large: Trace, at: tuple[int, int]) -> Curve | None:
@@ -24,26 +32,57 @@ class Curve:
         distance = at[1] - at[0]
         slopes = tuple((b - a) / distance for a, b in zip(small.sizes, large.sizes, strict=True))
         bases = tuple(size - slope * at[0] for size, slope in zip(small.sizes, slopes, strict=True))
-        return cls(small.events, bases, slopes)
+        return cls(small.events, bases, slopes, large.births)
 
     def at(self, micro_batch_size: int) -> Trace:
         """The predicted trace; no storage shrinks below zero."""
         sizes = (max(0, round(b + micro_batch_size * s)) for b, s in zip(self.bases, self.slopes, strict=True))
-        return Trace(self.events, tuple(sizes))
+        return Trace(self.events, tuple(sizes), self.births)
 
-    def fits(self, micro_batch_size: int, limit_bytes: int) -> bool:
-        """Does a replay at that size succeed within the limit?"""
-        return fits(self.events, self.at(micro_batch_size).sizes, limit_bytes)
+    def largest(
+        self, limit_bytes: int, at_most: int, multiple: int = 1, settings: AllocatorSettings = DEFAULT_SETTINGS
+    ) -> int:
+        """The largest size, a multiple of ``multiple``, whose replay succeeds within the limit; 0 where none does.
+
+        Replays without a limit are kept: they serve every limit.
+        """
+
+        def is_fitting(size: int) -> bool:
+            if self.peak_live_bytes(size) > limit_bytes:
+                return False
+            if self._peak_reserved_bytes(size, settings) <= limit_bytes:
+                return True
+            return fits(self.events, self.at(size).sizes, limit_bytes, settings=settings)
+
+        return largest(is_fitting, at_most=at_most, hint=self.hint(limit_bytes, at_most), multiple=multiple)
 
     def hint(self, limit_bytes: int, at_most: int) -> int:
         """About the largest size that fits, from live bytes alone: quick, and at most some tenth too large."""
-        if self.at(at_most).peak_live_bytes <= limit_bytes:
+        if self.peak_live_bytes(at_most) <= limit_bytes:
             return at_most
         low, high = 0, 1
-        while high < at_most and self.at(high).peak_live_bytes <= limit_bytes:
+        while high < at_most and self.peak_live_bytes(high) <= limit_bytes:
             low, high = high, high * 2
         high = min(high, at_most)
         while high - low > max(1, low // 100):
             middle = (low + high) // 2
-            low, high = (middle, high) if self.at(middle).peak_live_bytes <= limit_bytes else (low, middle)
+            low, high = (middle, high) if self.peak_live_bytes(middle) <= limit_bytes else (low, middle)
         return max(1, low)
+
+    @cached_property
+    def peak_live_bytes(self) -> Callable[[int], float]:
+        """Of a size: the largest sum of storages alive at once, before any rounding by an allocator."""
+        storages = torch.tensor([max(event, ~event) for event in self.events])
+        signs = torch.tensor([1.0 if event >= 0 else -1.0 for event in self.events], dtype=torch.float64)
+        bases, slopes = (torch.tensor(numbers, dtype=torch.float64) for numbers in (self.bases, self.slopes))
+        bases, slopes = bases[storages], slopes[storages]
+
+        def peak(size: int) -> float:
+            live: Tensor = ((bases + size * slopes).round().clamp(min=0) * signs).cumsum(0)
+            return max(0.0, float(live.max()))
+
+        return cache(peak)
+
+    @cached_property
+    def _peak_reserved_bytes(self) -> Callable[[int, AllocatorSettings], int]:
+        return cache(lambda size, settings: replay(self.events, self.at(size).sizes, settings=settings).reserved_bytes)

@@ -11,11 +11,44 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+
+DEVICE_OF = torch.ops.prim.device.default
+
+
+class Birth(NamedTuple):
+    """How a storage came about. ``kind`` is empty where only the moment tells what it is.
+
+    ``module`` is the path of the innermost module that was running forward; ``step`` and ``micro_batch`` count
+    from 1, and are 0 before the first.
+    """
+
+    kind: str
+    moment: str
+    module: str
+    step: int
+    micro_batch: int
+
+
+PARAMETERS, BATCH, WORKSPACES, GRADIENTS, STATE = (
+    "parameters and buffers",
+    "batch",
+    "workspaces of kernels",
+    "gradients",
+    "optimizer state",
+)
+BUILD, FORWARD, BACKWARD, OPTIMIZER_STEP, EVALUATION = (
+    "building",
+    "forward",
+    "backward",
+    "optimizer step",
+    "evaluation",
+)
 
 
 @dataclass(frozen=True)
@@ -23,10 +56,12 @@ class Trace:
     """What one run asked of the allocator, in order.
 
     ``trained`` names the parameters that got a gradient; ``own_backwards`` counts those that the user's code ran.
+    ``births`` says of each storage how it came about.
     """
 
     events: tuple[int, ...]
     sizes: tuple[int, ...]
+    births: tuple[Birth, ...] = field(default=(), compare=False, repr=False)
     trained: frozenset[str] = field(default=frozenset(), compare=False)
     own_backwards: int = field(default=0, compare=False)
 
@@ -43,9 +78,10 @@ class Trace:
 class _StorageRef(weakref.ref):  # type: ignore[type-arg]
     """A weak reference that knows which storage of the trace it watches."""
 
-    __slots__ = ("index", "key")
+    __slots__ = ("index", "key", "num_bytes")
     index: int
     key: int
+    num_bytes: int
 
 
 Workspace = Callable[[Any], "int | None"]
@@ -64,13 +100,20 @@ class Recorder(TorchDispatchMode):
         self.events: list[int] = []
         self.sizes: list[int] = []
         self._alive: dict[int, _StorageRef] = {}
+        self._births: list[Birth] = []
         self._workspace = workspace
         self._is_paused = False
+        self._had_backward = False
         self.kernels = dict(kernels or {})
+        self.moment = BUILD
+        self.step = self.micro_batch = 0
+        self.modules: list[str] = []  # paths of those that are running, the innermost last
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func is DEVICE_OF and isinstance(args[0], FakeTensor):
+            return args[0].fake_device  # asked so often that a full dispatch would take a fifth of the time
         if self._is_paused:
             return func(*args, **(kwargs or {}))
         for value in args:
@@ -78,7 +121,9 @@ class Recorder(TorchDispatchMode):
         out = self.kernels.get(func, func)(*args, **(kwargs or {}))
         self._see(out)
         if self._workspace is not None and (num_bytes := self._workspace(func)) is not None:
-            self._born(num_bytes)  # after the output, which PyTorch allocates before it asks for cuBLAS' handle
+            self._born(
+                num_bytes, WORKSPACES
+            )  # after the output, which PyTorch allocates before it asks for cuBLAS' handle
         return out
 
     @contextmanager
@@ -90,9 +135,26 @@ class Recorder(TorchDispatchMode):
         finally:
             self._is_paused = False
 
-    def adopt(self, tensor: Tensor) -> None:
+    def adopt(self, tensor: Tensor, kind: str) -> None:
         """Note a tensor that existed before: a parameter, a batch that has just been moved to the device."""
         self._see(tensor)
+        self.mark(tensor, kind)
+
+    def mark(self, tensor: Tensor, kind: str) -> None:
+        """Say what a tensor is, where the moment of its birth does not tell."""
+        for index in self._indexes(tensor):
+            self._births[index] = self._births[index]._replace(kind=kind)
+
+    def mark_on_host(self, tensor: Tensor) -> None:
+        """Say that a tensor is no device's: it takes no memory there."""
+        for index in self._indexes(tensor):
+            self.sizes[index] = 0
+
+    def begin_micro_batch(self, moment: str = FORWARD) -> None:
+        """From here on, births belong to the next micro-batch."""
+        self.moment, self.micro_batch = moment, self.micro_batch + 1
+        self._had_backward = False
+        self.modules.clear()
 
     def adopt_module(self, module: nn.Module) -> None:
         """Parameters and buffers in the order in which ``module.to(device)`` moves them."""
@@ -100,11 +162,11 @@ class Recorder(TorchDispatchMode):
             self.adopt_module(child)
         for tensor in (*module._parameters.values(), *module._buffers.values()):
             if tensor is not None:
-                self._see(tensor)
+                self.adopt(tensor, PARAMETERS)
 
     def trace(self) -> Trace:
         """The trace so far."""
-        return Trace(tuple(_in_order(self.events)), tuple(self.sizes))
+        return Trace(tuple(_in_order(self.events)), tuple(self.sizes), tuple(self._births))
 
     def _see(self, value: Any) -> None:
         if isinstance(value, Tensor):
@@ -117,10 +179,10 @@ class Recorder(TorchDispatchMode):
     def _see_storage(self, storage: torch.UntypedStorage) -> None:
         key, num_bytes = storage._cdata, storage.nbytes()
         known = self._alive.get(key)
-        if known is not None and self.sizes[known.index] == num_bytes:
+        if known is not None and known.num_bytes == num_bytes:
             return
         ref = _StorageRef(storage, self._died)
-        ref.index, ref.key = self._born(num_bytes), key
+        ref.index, ref.key, ref.num_bytes = self._born(num_bytes), key, num_bytes
         if known is not None:
             self._died(known)  # resized in place: CUDA copies to the new memory, then gives the old back
         self._alive[key] = ref
@@ -130,11 +192,25 @@ class Recorder(TorchDispatchMode):
             del self._alive[ref.key]
             self.events.append(~ref.index)
 
-    def _born(self, num_bytes: int) -> int:
+    def _indexes(self, tensor: Tensor) -> Iterator[int]:
+        for part in _dense_parts(tensor):
+            known = self._alive.get(part.untyped_storage()._cdata)
+            if known is not None:
+                yield known.index
+
+    def _born(self, num_bytes: int, kind: str = "") -> int:
         index = len(self.sizes)
         self.sizes.append(num_bytes)
         self.events.append(index)
+        module = self.modules[-1] if self.modules else ""
+        self._births.append(Birth(kind, self._moment(), module, self.step, self.micro_batch))
         return index
+
+    def _moment(self) -> str:
+        if torch._C._current_graph_task_id() != -1:
+            self._had_backward = True
+            return BACKWARD
+        return OPTIMIZER_STEP if self._had_backward and self.moment == FORWARD else self.moment
 
 
 def _in_order(events: list[int]) -> Iterator[int]:

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from contextlib import redirect_stdout
 
 import psutil
+from torch import nn
+from torch.optim import Optimizer
 
 from gradplan.probes import step
 from gradplan.probes.errors import UserCodeError
@@ -41,26 +43,35 @@ class Tracer:
         return self._tensors is Tensors.REAL
 
     def recipe(self) -> Recipe:
-        """What the planner reads of model.py; builds the model once, without memory where that works.
+        """What the planner reads of model.py.
+
+        Raises:
+            UserCodeError: a builder failed or returned the wrong kind of thing.
+        """
+        return self.setup.workload.recipe(*self.build())
+
+    def build(self) -> tuple[nn.Module, Optimizer]:
+        """The model, without memory, and its optimizer.
 
         Raises:
             UserCodeError: a builder failed or returned the wrong kind of thing.
         """
         workload, mode = self.setup.workload, new_mode()
-        try:
-            with fake_models(mode):
-                model = workload.build_model()
-                model = model if is_fake(model) else fake_copy(model, mode)
-                return workload.recipe(model, workload.build_optimizer(model))
-        except UserCodeError as error:
-            if error.__cause__ is None:
-                raise
-        self._tensors = Tensors.CONVERTED
-        self._forget_fakes()
+        if self._tensors is Tensors.FAKE:
+            try:
+                with fake_models(mode):
+                    model = workload.build_model()
+                    model = model if is_fake(model) else fake_copy(model, mode)
+                    return model, workload.build_optimizer(model)
+            except UserCodeError as error:
+                if error.__cause__ is None:
+                    raise
+            self._tensors = Tensors.CONVERTED
+            self._forget_fakes()
         model = workload.build_model()
         with fake_models(mode):
             model = fake_copy(model, mode)
-            return workload.recipe(model, workload.build_optimizer(model))
+            return model, workload.build_optimizer(model)
 
     def trace(self, size: int, num_micro_batches: int, backward: Backward | None = None) -> Trace:
         """The trace of two optimizer steps of ``num_micro_batches`` micro-batches of ``size`` samples.

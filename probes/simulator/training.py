@@ -6,8 +6,8 @@ import contextlib
 import copy
 import dataclasses
 import gc
-from collections.abc import Callable, Mapping, MutableMapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager, nullcontext
 from enum import Enum
 from typing import Any
 
@@ -21,9 +21,21 @@ from gradplan.probes.batches import seed_everything
 from gradplan.probes.simulator import attention, autocast
 from gradplan.probes.simulator.building import are_fakes_left, fake_copy, fake_models, is_fake, new_mode, own_copy
 from gradplan.probes.simulator.semantics import CublasWorkspace, cuda_semantics
-from gradplan.probes.simulator.trace import Recorder, Trace, steady_garbage
+from gradplan.probes.simulator.trace import (
+    BATCH,
+    BUILD,
+    EVALUATION,
+    FORWARD,
+    GRADIENTS,
+    OPTIMIZER_STEP,
+    STATE,
+    Recorder,
+    Trace,
+    steady_garbage,
+)
 from gradplan.probes.workload import Workload
 
+COUNTERS = ("step", "mu_product")  # torch's optimizers keep them in host memory
 NUM_STEPS = 2  # optimizer state appears in the first, the second shows the steady state
 aten = torch.ops.aten
 
@@ -41,6 +53,7 @@ class Setup:
     """What a trace depends on besides the micro-batch. ``capability`` is CUDA's, for the kernels it chooses.
 
     ``run`` is how a micro-batch is run: ``step.run_micro_batch``, or one of those for several losses.
+    ``change_model`` and ``change_optimizer`` are done to what the user's file builds.
     """
 
     workload: Workload
@@ -48,6 +61,8 @@ class Setup:
     capability: tuple[int, int]
     max_grad_norm: float | None = None
     run: Callable[..., Tensor] = step.run_micro_batch
+    change_model: Callable[[nn.Module], None] = lambda model: None
+    change_optimizer: Callable[[torch.optim.Optimizer], torch.optim.Optimizer] = lambda optimizer: optimizer
 
 
 def trace_training(setup: Setup, tensors: Tensors, micro_batch_size: int, num_micro_batches: int) -> Trace:
@@ -88,7 +103,8 @@ def _trace(
             model = fake_copy(model, mode)
         if setup.precision == "bf16-true":
             model = model.to(torch.bfloat16)
-        with recorder, own_backwards() as num_own_backwards:
+        setup.change_model(model)
+        with recorder, own_backwards() as num_own_backwards, running_modules(model, recorder):
             recorder.adopt_module(model)
             batch, validation = (HostBatch(batch, setup.precision, recorder) for batch in host_batches)
             _run(setup, model, recorder, batch, num_micro_batches, collect)
@@ -101,10 +117,11 @@ def _trace(
 def _run(
     setup: Setup, model: nn.Module, recorder: Recorder, batch: HostBatch, num_micro_batches: int, collect: Any
 ) -> None:
-    optimizer = setup.workload.build_optimizer(model)
+    optimizer = setup.change_optimizer(setup.workload.build_optimizer(model))
     scaler = SteadyScaler("cpu")
-    with optimizer_scalars(recorder, optimizer):
-        for _ in range(NUM_STEPS):
+    with optimizer_steps(recorder, optimizer):
+        for number in range(1, NUM_STEPS + 1):
+            recorder.step, recorder.micro_batch = number, 0
             window = ((batch, 1 / num_micro_batches) for _ in range(num_micro_batches))
             arguments = (model, optimizer, window, setup.workload.compute_loss, torch.device("cpu"))
             if setup.precision == "16-mixed":
@@ -116,6 +133,7 @@ def _run(
 
 def _evaluate(setup: Setup, model: nn.Module, batch: HostBatch) -> None:
     """As train.py does after an epoch: the gradients are still there, and the batches are as large."""
+    batch.moment = EVALUATION
     counts = [1.0] * (setup.workload.num_counts or 1)
     arguments = (model, [(batch, counts)], setup.workload.compute_loss_to_evaluate, torch.device("cpu"))
     step.evaluate(*arguments, setup.precision, len(counts))
@@ -128,9 +146,11 @@ class HostBatch:
         self._batch = batch
         self._dtype = torch.bfloat16 if precision == "bf16-true" else None
         self._recorder = recorder
+        self.moment = FORWARD
 
     def to(self, device: torch.device) -> Any:
         """The batch as new tensors on the traced device."""
+        self._recorder.begin_micro_batch(self.moment)
         return self._moved(self._batch)
 
     def _moved(self, batch: Any) -> Any:
@@ -159,7 +179,7 @@ class HostBatch:
         wanted = self._dtype if self._dtype is not None and tensor.is_floating_point() else tensor.dtype
         with self._recorder.paused():
             moved = tensor.detach().to(wanted, copy=True).requires_grad_(tensor.requires_grad)
-        self._recorder.adopt(moved)
+        self._recorder.adopt(moved, BATCH)
         return moved
 
 
@@ -178,22 +198,48 @@ class SteadyScaler(torch.amp.GradScaler):
         self._per_optimizer_states.clear()
 
 
-class optimizer_scalars:  # noqa: N801 - reads as a statement
-    """Inside ``optimizer.step()`` a scalar that a fake tensor cannot tell reads as 1: step counts and norms."""
+class optimizer_steps:  # noqa: N801 - reads as a statement
+    """Watches ``optimizer.step()``: what it works on has a name, and its scalars have a value.
+
+    A scalar that a fake tensor cannot tell reads as 1 there: step counts and norms. Step counts that are kept in
+    host memory, as torch's optimizers do unless they are fused or capturable, take no memory of the device.
+    """
 
     def __init__(self, recorder: Recorder, optimizer: torch.optim.Optimizer) -> None:
-        self._is_stepping = False
+        self._recorder, self._optimizer = recorder, optimizer
         recorder.kernels[aten._local_scalar_dense.default] = self._scalar
         self._handles = (
-            optimizer.register_step_pre_hook(lambda *_: setattr(self, "_is_stepping", True)),
-            optimizer.register_step_post_hook(lambda *_: setattr(self, "_is_stepping", False)),
+            optimizer.register_step_pre_hook(self._begin),
+            optimizer.register_step_post_hook(self._end),
         )
+
+    def _begin(self, *_: Any) -> None:
+        for parameter in self._parameters():
+            if parameter.grad is not None:
+                self._recorder.mark(parameter.grad, GRADIENTS)
+        self._recorder.modules.clear()
+        self._recorder.moment = OPTIMIZER_STEP
+
+    def _end(self, *_: Any) -> None:
+        for group in self._optimizer.param_groups:
+            is_counted_on_device = group.get("fused") or group.get("capturable")
+            for parameter in group["params"]:
+                for name, value in self._optimizer.state.get(parameter, {}).items():
+                    for tensor in torch.utils._pytree.tree_leaves(value):
+                        if isinstance(tensor, Tensor):
+                            self._recorder.mark(tensor, STATE)
+                            if name in COUNTERS and not is_counted_on_device:
+                                self._recorder.mark_on_host(tensor)
+        self._recorder.moment = BUILD
+
+    def _parameters(self) -> Iterator[Tensor]:
+        return (parameter for group in self._optimizer.param_groups for parameter in group["params"])
 
     def _scalar(self, tensor: Tensor) -> Any:
         try:
             return aten._local_scalar_dense.default(tensor)
         except DataDependentOutputException:
-            if self._is_stepping:
+            if self._recorder.moment == OPTIMIZER_STEP:
                 return 1.0 if tensor.is_floating_point() else 1
             raise
 
@@ -202,4 +248,28 @@ class optimizer_scalars:  # noqa: N801 - reads as a statement
 
     def __exit__(self, *_: object) -> None:
         for handle in self._handles:
+            handle.remove()
+
+
+@contextmanager
+def running_modules(model: nn.Module, recorder: Recorder) -> Iterator[None]:
+    """The recorder knows inside which module's forward it is."""
+    paths = {id(module): path for path, module in model.named_modules()}
+
+    def enter(module: nn.Module, _: Any) -> None:
+        outer = recorder.modules[-1] if recorder.modules else ""
+        recorder.modules.append(paths.get(id(module), outer))
+
+    def leave(*_: Any) -> None:
+        if recorder.modules:
+            recorder.modules.pop()
+
+    handles = (
+        nn.modules.module.register_module_forward_pre_hook(enter),
+        nn.modules.module.register_module_forward_hook(leave),
+    )
+    try:
+        yield
+    finally:
+        for handle in handles:
             handle.remove()
