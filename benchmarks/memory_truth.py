@@ -1,268 +1,90 @@
-"""Compare simulated GPU memory with training runs that others measured: python benchmarks/memory_truth.py
+"""Compare simulated GPU memory with what others measured on GPUs: python benchmarks/memory_truth.py
 
-Every run is rebuilt offline on fake tensors, at two small batches; the curve through them gives its batch.
+Everything is rebuilt offline on fake tensors and played as the published script did; nothing is downloaded.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import functools
 import json
 import re
-import statistics
 import sys
 import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from truth_loops import trace_run
-from truth_models import MODELS
+import truth_measured
+import truth_xmem
+from truth_records import read_records
 
-from gradplan.probes.simulator.allocator import fits, replay, required_bytes
-from gradplan.probes.simulator.catalogue import find
-from gradplan.probes.simulator.curve import Curve
-
-MIB = 2**20
-SMALL_BATCHES = (2, 3)
-RESERVATION = 1.05  # a planner leaves 5 % free
-PREDICTORS = ("xMem", "DNNMem", "SchedTune", "LLMem")
-SLUGS = {"NVIDIA GeForce RTX 3060": "rtx-3060-12gb", "NVIDIA GeForce RTX 4060": "rtx-4060"}
-DATA = Path(__file__).parent / "data" / "xmem.json"
-
-
-@dataclass(frozen=True)
-class Run:
-    """One published run; sizes in bytes. ``ground_bytes`` is its peak without the CUDA context."""
-
-    id: str
-    family: str
-    model: str
-    n_params: int
-    optimizer: str
-    batch_size: int
-    gpu: str
-    gpu_total_bytes: int
-    zero_grad_mode: int | None
-    ground_bytes: int
-    ground_is_oom: bool
-    flag: str | None
-    estimates: dict[str, int]
-    capped_runs: list[dict[str, Any]]
-    cap_bracket: dict[str, int | None]
-    path: str
-    commit: str
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """What a replay says of one run; sizes in bytes."""
-
-    peak_reserved_bytes: int  # with room to spare
-    peak_allocated_bytes: int
-    required_bytes: int  # the smallest limit under which it still runs
-    is_oom_on_card: bool
-    is_oom_under_caps: tuple[bool, ...]
+DATA = Path(__file__).parent / "data"
+# What CI runs in a minute, by id: it needs torch, and torchvision for what names it. Each has its kind's target.
+CI_SUBSET = r"^(liger-|yolov5-focus|rasbt-gpt124m-0[17]$|gpumemnet-mobilenet_v2)"
+SUBSETS = {"ci": CI_SUBSET}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--data", type=Path, default=DATA, help="published runs (default: %(default)s)")
-    parser.add_argument("--only", default="", metavar="REGEX", help="only runs whose id matches")
-    parser.add_argument("--json", action="store_true", help="print everything as JSON instead of tables")
+    parser.add_argument(
+        "--data",
+        type=Path,
+        action="append",
+        metavar="FILE",
+        help="in the format of xmem.json or of measured.json; may be repeated (default: both)",
+    )
+    parser.add_argument("--only", default="", metavar="REGEX", help="only what has an id that matches")
+    parser.add_argument(
+        "--subset", choices=SUBSETS, help="a few of measured.json; exits with 1 if one misses its target"
+    )
+    parser.add_argument("--json", action="store_true", help="print rows and summary as JSON instead of tables")
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
-    runs = [Run(**entry) for entry in json.loads(arguments.data.read_text(encoding="utf-8"))]
-    runs = [run for run in runs if re.search(arguments.only, run.id)]
-    if not arguments.json:
-        print(HEADER)
-    pairs = []
-    for run in runs:
-        try:
-            prediction = predict(run)
-        except Exception as error:  # a library that is not there, or is another version than the runs'
-            print(f"{run.id}: not rebuilt: {type(error).__name__}: {error}", file=sys.stderr)
-            continue
-        pairs.append((run, prediction))
-        if not arguments.json:
-            print(row(run, prediction), flush=True)
-    if not pairs:
+    files = [DATA / "measured.json"] if arguments.subset else [DATA / "xmem.json", DATA / "measured.json"]
+    pattern = SUBSETS[arguments.subset] if arguments.subset else arguments.only
+    found: dict[str, Any] = {"rows": [], "summary": {}}
+    for path in arguments.data or files:
+        if _is_xmem(path):
+            rows, summary = _run_xmem(path, pattern, arguments.json)
+        else:
+            rows, summary = _run_measured(path, pattern, arguments.json, is_strict=arguments.subset is not None)
+        found["rows"] += rows
+        found["summary"] |= summary
+    if not found["rows"]:
         sys.exit("nothing was rebuilt; README.md says what to install")
     if arguments.json:
-        print(json.dumps([{**dataclasses.asdict(r), **dataclasses.asdict(p)} for r, p in pairs], indent=1))
-    else:
-        print("\n".join(("", *error_table(pairs), "", *verdict_table(pairs), "", *planner_table(pairs))))
+        print(json.dumps(found, indent=1))
+    if arguments.subset and any(row.get("is_within") is False for row in found["rows"]):
+        sys.exit("a row misses its target")
 
 
-def predict(run: Run) -> Prediction:
-    """Replay the rebuilt run at its own batch size, freely, on its card and under each cap."""
-    gpu = find(SLUGS[run.gpu])
-    mode = run.zero_grad_mode or 0
-    curve = curve_of(run.model, run.optimizer, mode, gpu.compute_capability or (8, 0), run.n_params)
-    trace = curve.at(run.batch_size)
-    peaks = replay(trace.events, trace.sizes)
-    card_bytes = run.gpu_total_bytes - gpu.context_bytes
-
-    def is_oom(limit_bytes: int) -> bool:
-        return not fits(trace.events, trace.sizes, limit_bytes)
-
-    return Prediction(
-        peaks.reserved_bytes,
-        peaks.allocated_bytes,
-        required_bytes(trace.events, trace.sizes),
-        is_oom(card_bytes),
-        tuple(is_oom(min(card_bytes, capped["cap_bytes"])) for capped in run.capped_runs),
-    )
+def _is_xmem(path: Path) -> bool:
+    return all("ground_bytes" in entry for entry in json.loads(path.read_text(encoding="utf-8")))
 
 
-@functools.cache
-def curve_of(
-    model: str, optimizer: str, zero_grad_mode: int, capability: tuple[int, int], num_parameters: int
-) -> Curve:
-    """The curve through traces of two small batches.
-
-    Raises:
-        ValueError: the model is not the published one, or its events depend on the batch size.
-    """
-    traces = []
-    for batch_size in SMALL_BATCHES:
-        trace, found = trace_run(MODELS[model], optimizer, zero_grad_mode, batch_size, capability)
-        if found != num_parameters:
-            raise ValueError(f"{found} parameters; the published model has {num_parameters}")
-        traces.append(trace)
-    curve = Curve.fit(traces[0], traces[1], SMALL_BATCHES)
-    if curve is None:
-        raise ValueError("the events differ between two batch sizes")
-    return curve
+def _run_xmem(path: Path, pattern: str, is_quiet: bool) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    runs = [run for run in truth_xmem.read_runs(path) if re.search(pattern, run.id)]
+    if runs and not is_quiet:
+        print(truth_xmem.HEADER)
+    pairs = []
+    for run, prediction in truth_xmem.pairs_of(runs):
+        pairs.append((run, prediction))
+        if not is_quiet:
+            print(truth_xmem.row(run, prediction), flush=True)
+    if pairs and not is_quiet:
+        print("\n".join(truth_xmem.tables(pairs)))
+    return truth_xmem.as_json(pairs), truth_xmem.summary(pairs)
 
 
-HEADER = (
-    f"{'run':47} {'measured':>8} {'peak':>7} {'error':>7} "
-    + " ".join(f"{name:>9}" for name in PREDICTORS)
-    + f" {'required':>8} {'largest cap OOM':>15} {'smallest that fits':>18}  card caps\n"
-    f"{'':47} {'MiB':>8} {'MiB':>7} {'%':>7} "
-    + " ".join(f"{'%':>9}" for _ in PREDICTORS)
-    + f" {'MiB':>8} {'MiB':>15} {'MiB':>18}"
-)
-
-
-def row(run: Run, prediction: Prediction) -> str:
-    """One run. '*': a noisy measurement; '+': it ran out of memory there; a dot for each cap foretold rightly."""
-    name = run.id.removeprefix("xmem2-") + ("*" if run.flag else "")
-    estimates = [prediction.peak_reserved_bytes, *map(run.estimates.get, PREDICTORS)]
-    errors = ["-" if run.ground_is_oom or e is None else f"{percent(e, run):+.1f}" for e in estimates]
-    caps = "".join(
-        "." if guess == capped["oom"] else "X"
-        for guess, capped in zip(prediction.is_oom_under_caps, run.capped_runs, strict=True)
-    )
-    largest, smallest = (mib(value) if value else "-" for value in bracket(run))
-    card = "right" if prediction.is_oom_on_card == run.ground_is_oom else "WRONG"
-    return (
-        f"{name:47} {mib(run.ground_bytes):>7}{'+' if run.ground_is_oom else ' '} "
-        f"{mib(prediction.peak_reserved_bytes):>7} {errors[0]:>7} "
-        + " ".join(f"{error:>9}" for error in errors[1:])
-        + f" {mib(prediction.required_bytes):>8} {largest:>15} {smallest:>18}  {card} {caps}"
-    )
-
-
-def percent(estimate_bytes: float, run: Run) -> float:
-    """Signed error of an estimate of the peak."""
-    return 100 * (estimate_bytes / run.ground_bytes - 1)
-
-
-def mib(num_bytes: int) -> str:
-    return f"{num_bytes / MIB:.0f}"
-
-
-def bracket(run: Run) -> tuple[int | None, int | None]:
-    """(the largest cap that ran out of memory, the smallest that fitted)."""
-    return run.cap_bracket["largest_oom_cap_bytes"], run.cap_bracket["smallest_fit_cap_bytes"]
-
-
-Pairs = list[tuple[Run, Prediction]]
-
-
-def error_table(pairs: Pairs) -> Iterator[str]:
-    """Median and mean of |error| by family and predictor, over the runs that finished."""
-    yield "error of the peak, median / mean %, signed median %"
-    yield f"{'':24} {'runs':>4}  " + "  ".join(f"{name:>20}" for name in ("gradplan", *PREDICTORS))
-    for family in ("CNN", "transformer"):
-        for label, wanted in (("all", True), ("without noisy ones", False)):
-            chosen = [p for p in pairs if p[0].family == family and (wanted or not p[0].flag)]
-            finished = [(run, prediction) for run, prediction in chosen if not run.ground_is_oom]
-            if not finished:
-                continue
-            errors = [[percent(prediction.peak_reserved_bytes, run) for run, prediction in finished]]
-            errors += [
-                [percent(run.estimates[key], run) for run, _ in finished if key in run.estimates] for key in PREDICTORS
-            ]
-            cells = "  ".join(f"{summary(values):>20}" for values in errors)
-            yield f"{family + ', ' + label:24} {len(finished):>4}  {cells}"
-
-
-def summary(errors: list[float]) -> str:
-    if not errors:
-        return "-"
-    sizes = [abs(error) for error in errors]
-    return f"{statistics.median(sizes):.2f} / {statistics.mean(sizes):.2f}, {statistics.median(errors):+.1f}"
-
-
-def verdict_table(pairs: Pairs) -> Iterator[str]:
-    """How often 'out of memory' or 'fits' was foretold rightly."""
-    yield "out of memory or fits, right of all"
-    for family in ("CNN", "transformer"):
-        chosen = [(run, prediction) for run, prediction in pairs if run.family == family]
-        if not chosen:
-            continue
-        card = [prediction.is_oom_on_card == run.ground_is_oom for run, prediction in chosen]
-        capped = [
-            (guess == capped["oom"], capped["oom"])
-            for run, prediction in chosen
-            for guess, capped in zip(prediction.is_oom_under_caps, run.capped_runs, strict=True)
-        ]
-        right = sum(is_right for is_right, _ in capped)
-        missed = sum(is_oom for is_right, is_oom in capped if not is_right)
-        yield (
-            f"{family:12} whole card {sum(card)} of {len(card)}; under a cap {right} of {len(capped)}"
-            f" (foretold as fitting, ran out: {missed}; as running out, fitted: {len(capped) - right - missed})"
-        )
-
-
-def planner_table(pairs: Pairs) -> Iterator[str]:
-    """A planner that reserves 1.05 times the estimate: is the job killed, does it run, or is it unknown?"""
-    yield f"as a planner ({RESERVATION} times the estimate)  right wrong undetermined  median reservation"
-    choices: list[tuple[str, Callable[[Run, Prediction], int | None]]] = [
-        ("gradplan, peak", lambda run, prediction: prediction.peak_reserved_bytes),
-        ("gradplan, requirement", lambda run, prediction: prediction.required_bytes),
-        *((name, functools.partial(published, name)) for name in PREDICTORS),
-    ]
-    for name, choose in choices:
-        found = [(run, estimate) for run, prediction in pairs if (estimate := choose(run, prediction)) is not None]
-        counts = [verdict(run, estimate) for run, estimate in found]
-        reserved = [percent(RESERVATION * estimate, run) for run, estimate in found if not run.ground_is_oom]
-        right, wrong, unknown = (counts.count(word) for word in ("right", "wrong", "undetermined"))
-        median = f"{statistics.median(reserved):+.1f} %" if reserved else "-"
-        yield f"{name:38}  {right:5} {wrong:5} {unknown:12}  {median:>18}"
-
-
-def published(name: str, run: Run, _: Prediction) -> int | None:
-    return run.estimates.get(name)
-
-
-def verdict(run: Run, estimate_bytes: int) -> str:
-    """ "right", "wrong" or "undetermined", for a reservation made from an estimate of this run."""
-    reserved = RESERVATION * estimate_bytes
-    foretold_oom = estimate_bytes > run.gpu_total_bytes
-    if foretold_oom != run.ground_is_oom:
-        return "wrong"
-    largest_oom, smallest_fit = bracket(run)
-    if foretold_oom or (smallest_fit is not None and reserved >= smallest_fit):
-        return "right"
-    return "wrong" if largest_oom is not None and reserved <= largest_oom else "undetermined"
+def _run_measured(
+    path: Path, pattern: str, is_quiet: bool, is_strict: bool
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    records = [record for record in read_records(path) if re.search(pattern, record.id)]
+    rows = list(truth_measured.rows_of(records, is_strict))
+    if rows and not is_quiet:
+        print("\n".join(truth_measured.tables(rows)))
+    return truth_measured.as_json(rows), truth_measured.summary(rows)
 
 
 if __name__ == "__main__":

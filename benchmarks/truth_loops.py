@@ -10,14 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException
 from truth_models import IMAGE_SIZE, SEQUENCE_LENGTH, Rebuilt, num_parameters
+from truth_stage import Stage, images, integers, play
 
-from gradplan.probes.simulator import autocast
-from gradplan.probes.simulator.building import as_fake, fake_models
-from gradplan.probes.simulator.semantics import CublasWorkspace, cuda_semantics
-from gradplan.probes.simulator.trace import Recorder, Trace, steady_garbage
-from gradplan.probes.simulator.training import optimizer_scalars
+from gradplan.probes.simulator.trace import Trace
 
 NUM_ITERATIONS = 4
 LEARNING_RATE = 1e-3
@@ -32,89 +29,79 @@ OptimizerClass = Callable[..., torch.optim.Optimizer]
 def trace_run(
     rebuilt: Rebuilt, optimizer: str, zero_grad_mode: int, batch_size: int, capability: tuple[int, int]
 ) -> tuple[Trace, int]:
-    """Births and deaths over four iterations, and the model's number of parameters.
+    """Births and deaths over four iterations, and the model's number of parameters."""
+    found: list[int] = []
+
+    def build() -> nn.Module:
+        model = rebuilt.build()
+        found.append(num_parameters(model))
+        return model
+
+    counting = Rebuilt(build, rebuilt.family)
+    return play(xmem_script(counting, optimizer, zero_grad_mode, batch_size), capability).trace, found[-1]
+
+
+def xmem_script(rebuilt: Rebuilt, optimizer: str, zero_grad_mode: int, batch_size: int) -> Callable[[Stage], None]:
+    """The training loop of a model's family.
 
     A batch is made on the device: what the loader holds in host memory is no part of the trace.
     """
-    recorder = Recorder(CublasWorkspace(capability), autocast.KERNELS)
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    optimizer_class: OptimizerClass = getattr(torch.optim, optimizer)
-    with cuda_semantics(capability), steady_garbage() as collect:
-        model = _build(rebuilt, mode)
-        with fake_models(mode):
-            if rebuilt.family == "CNN":
-                _train_on_images(model, optimizer_class, zero_grad_mode, batch_size, recorder, collect)
-            else:
-                _train_on_text(model, optimizer_class, zero_grad_mode, batch_size, recorder, collect)
-    return recorder.trace(), num_parameters(model)
 
+    def script(stage: Stage) -> None:
+        model = stage.built(rebuilt.build)
+        train = _train_on_images if rebuilt.family == "CNN" else _train_on_text
+        train(stage, model, getattr(torch.optim, optimizer), zero_grad_mode, batch_size)
 
-def _build(rebuilt: Rebuilt, mode: FakeTensorMode) -> nn.Module:
-    try:
-        with fake_models(mode):
-            return rebuilt.build()
-    except (DataDependentOutputException, RuntimeError):  # its construction reads values
-        return as_fake(rebuilt.build(), mode)
+    return script
 
 
 def _train_on_images(
-    model: nn.Module,
-    optimizer_class: OptimizerClass,
-    zero_grad_mode: int,
-    batch_size: int,
-    recorder: Recorder,
-    collect: Callable[[], None],
+    stage: Stage, model: nn.Module, optimizer_class: OptimizerClass, zero_grad_mode: int, batch_size: int
 ) -> None:
-    with recorder:
-        recorder.adopt_module(model)
-        model.train()
-        optimizer = optimizer_class(model.parameters(), lr=LEARNING_RATE)
-        criterion = nn.CrossEntropyLoss()
-        with optimizer_scalars(recorder, optimizer):
-            for _ in range(NUM_ITERATIONS):
-                if zero_grad_mode == BEFORE_FORWARD:
-                    optimizer.zero_grad()
-                inputs, labels = _images(batch_size), _integers(batch_size)
-                outputs = model(inputs)
-                loss_value = criterion(outputs, labels)
-                if zero_grad_mode == BEFORE_BACKWARD:
-                    optimizer.zero_grad()
-                loss_value.backward()
-                optimizer.step()
-                _, preds = torch.max(outputs, 1)
-                if zero_grad_mode == AFTER_STEP:
-                    optimizer.zero_grad()
-                collect()
-            del inputs, labels, outputs, loss_value, preds
+    stage.recorder.adopt_module(model)
+    model.train()
+    optimizer = optimizer_class(model.parameters(), lr=LEARNING_RATE)
+    criterion = nn.CrossEntropyLoss()
+    with stage.stepping(optimizer):
+        for _ in range(NUM_ITERATIONS):
+            if zero_grad_mode == BEFORE_FORWARD:
+                optimizer.zero_grad()
+            inputs, labels = images(batch_size, 3, IMAGE_SIZE, IMAGE_SIZE), integers(batch_size)
+            outputs = model(inputs)
+            loss_value = criterion(outputs, labels)
+            if zero_grad_mode == BEFORE_BACKWARD:
+                optimizer.zero_grad()
+            loss_value.backward()
+            optimizer.step()
+            _, preds = torch.max(outputs, 1)
+            if zero_grad_mode == AFTER_STEP:
+                optimizer.zero_grad()
+            stage.collect()
+        del inputs, labels, outputs, loss_value, preds
 
 
 def _train_on_text(
-    model: nn.Module,
-    optimizer_class: OptimizerClass,
-    zero_grad_mode: int,
-    batch_size: int,
-    recorder: Recorder,
-    collect: Callable[[], None],
+    stage: Stage, model: nn.Module, optimizer_class: OptimizerClass, zero_grad_mode: int, batch_size: int
 ) -> None:
-    with recorder:
-        optimizer = optimizer_class(model.parameters(), lr=LEARNING_RATE)
-        recorder.adopt_module(model)
-        with optimizer_scalars(recorder, optimizer):
-            recorder.kernels[scalar] = _padded(recorder.kernels[scalar])
-            for _ in range(NUM_ITERATIONS):
-                if zero_grad_mode == BEFORE_FORWARD:
-                    optimizer.zero_grad()
-                batch = {key: _integers(batch_size, SEQUENCE_LENGTH) for key in TEXT_KEYS}
-                outputs = model(**batch)
-                if zero_grad_mode == BEFORE_BACKWARD:
-                    optimizer.zero_grad()
-                loss = outputs.loss
-                loss.backward()
-                optimizer.step()
-                if zero_grad_mode == AFTER_STEP:
-                    optimizer.zero_grad()
-                collect()
-            del batch, outputs, loss
+    optimizer = optimizer_class(model.parameters(), lr=LEARNING_RATE)
+    kernels = stage.recorder.kernels
+    stage.recorder.adopt_module(model)
+    with stage.stepping(optimizer):
+        kernels[scalar] = _padded(kernels[scalar])
+        for _ in range(NUM_ITERATIONS):
+            if zero_grad_mode == BEFORE_FORWARD:
+                optimizer.zero_grad()
+            batch = {key: integers(batch_size, SEQUENCE_LENGTH) for key in TEXT_KEYS}
+            outputs = model(**batch)
+            if zero_grad_mode == BEFORE_BACKWARD:
+                optimizer.zero_grad()
+            loss = outputs.loss
+            loss.backward()
+            optimizer.step()
+            if zero_grad_mode == AFTER_STEP:
+                optimizer.zero_grad()
+            stage.collect()
+        del batch, outputs, loss
 
 
 def _padded(scalar_of: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
@@ -129,11 +116,3 @@ def _padded(scalar_of: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
             raise
 
     return answer
-
-
-def _images(batch_size: int) -> Tensor:
-    return torch.empty(batch_size, 3, IMAGE_SIZE, IMAGE_SIZE)
-
-
-def _integers(*shape: int) -> Tensor:
-    return torch.empty(shape, dtype=torch.int64)
