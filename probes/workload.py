@@ -49,6 +49,12 @@ class Workload(UserData):
     base_learning_rate: float | None
     yields_losses: bool = False
 
+    @property
+    def is_compiled(self) -> bool:
+        """Whether the file compiled a function or a model while it was imported."""
+        own = [getattr(value, "__dict__", {}) for value in vars(self.module).values()]
+        return any("_torchdynamo_orig_callable" in names and not names.get("_torchdynamo_disable") for names in own)
+
     def build_model(self) -> nn.Module:
         """A new model on the CPU, in training mode."""
         builder = getattr(self.module, self.builder_name)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
@@ -74,11 +74,11 @@ def dropout(tensor: Tensor, p: float, train: bool) -> Any:
 
 
 @contextmanager
-def cuda_semantics(capability: tuple[int, int], are_fake: bool = True) -> Iterator[None]:
+def cuda_semantics(capability: tuple[int, int], are_fake: bool = True) -> Iterator[Callable[[], bool]]:
     """CPU tensors behave as CUDA's would inside: kernels, autocast, optimizers' defaults.
 
-    ``torch.compile`` runs eagerly inside. Recurrent layers are replaced on fake tensors only: their kernel here
-    allocates and computes nothing.
+    ``torch.compile`` runs eagerly inside; gives a function that says whether it was called. Recurrent layers are
+    replaced on fake tensors only: their kernel here allocates and computes nothing.
     """
     with ExitStack() as stack:
         library = Library("aten", "IMPL")
@@ -96,8 +96,7 @@ def cuda_semantics(capability: tuple[int, int], are_fake: bool = True) -> Iterat
         stack.enter_context(optimizers.defaults_of_cuda())
         stack.enter_context(_autocast_on_this_device())
         stack.enter_context(autocast.cache_of_weights())
-        stack.enter_context(eager())
-        yield
+        yield stack.enter_context(eager())
 
 
 def lstm_without_onednn(*args: Any) -> Any:
@@ -111,21 +110,26 @@ def lstm_without_onednn(*args: Any) -> Any:
 
 
 @contextmanager
-def eager() -> Iterator[None]:
+def eager() -> Iterator[Callable[[], bool]]:
     """``torch.compile`` returns the function itself; what was compiled before runs eagerly.
+
+    Gives a function that says whether anything was or would have been compiled.
 
     Dynamo, whose import takes as long as torch's, is asked only where the user's file has loaded it already.
     """
 
+    calls = []
+
     def as_it_is(model: Any = None, **_: Any) -> Any:
+        calls.append(model)
         return (lambda function: function) if model is None else model
 
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(torch, "compile", as_it_is))
-        stack.enter_context(mock.patch.object(nn.Module, "compile", return_value=None))
+        in_place = stack.enter_context(mock.patch.object(nn.Module, "compile", return_value=None))
         if "torch._dynamo" in sys.modules:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
-        yield
+        yield lambda: bool(calls) or in_place.called
 
 
 @contextmanager

@@ -55,8 +55,9 @@ BUILD, FORWARD, BACKWARD, OPTIMIZER_STEP, EVALUATION = (
 class Trace:
     """What one run asked of the allocator, in order.
 
-    ``trained`` names the parameters that got a gradient; ``own_backwards`` counts those that the user's code ran.
-    ``births`` says of each storage how it came about.
+    ``trained`` names the parameters that got a gradient; ``own_backwards`` counts those that the user's code ran;
+    ``is_compiled`` says that ``torch.compile`` was called, and did nothing. ``births`` says of each storage how it came
+    about.
     """
 
     events: tuple[int, ...]
@@ -64,6 +65,7 @@ class Trace:
     births: tuple[Birth, ...] = field(default=(), compare=False, repr=False)
     trained: frozenset[str] = field(default=frozenset(), compare=False)
     own_backwards: int = field(default=0, compare=False)
+    is_compiled: bool = field(default=False, compare=False)
 
     @property
     def peak_live_bytes(self) -> int:

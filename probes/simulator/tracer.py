@@ -99,7 +99,7 @@ class Tracer:
                     self._step_down(error, size)
             else:
                 if by_loss == workload.yields_losses or backward == "joint":
-                    self._proven()
+                    self._proven(trace)
                     return trace
             self._forget_fakes()  # and once more, where only the call showed that there are several losses
 
@@ -121,14 +121,23 @@ class Tracer:
         if are_fakes_left():
             self.setup.workload.reload()
 
-    def _proven(self) -> None:
-        if self.is_real and not self._is_proven:
+    def _proven(self, trace: Trace) -> None:
+        """Say once how the first trace was made."""
+        if self._is_proven:
+            return
+        self._is_proven = True
+        if self.is_real:
             message = (
                 "the step reads values of tensors, so it was run for real on the CPU at small batches and "
                 f"extrapolated ({self._why_real})"
             )
             self._note("real-steps", message)
-        self._is_proven = True
+        elif self._tensors is Tensors.CONVERTED:
+            message = "the model's construction reads values of tensors, so it was built for real, in host memory"
+            self._note("built-for-real", message)
+        if trace.is_compiled:
+            message = "torch.compile was left out: compiled kernels need other memory, often less, sometimes more"
+            self._note("compile-left-out", message)
 
     def _step_down(self, error: BaseException, size: int) -> None:
         """Take the next kind of tensors, unless the error would be the same there."""

@@ -76,9 +76,10 @@ def trace_training(setup: Setup, tensors: Tensors, micro_batch_size: int, num_mi
     is_real = tensors is Tensors.REAL
     if is_real:
         gc.collect()  # the model of the trace before
-    with cuda_semantics(setup.capability, not is_real), steady_garbage() as collect:
+    with cuda_semantics(setup.capability, not is_real) as is_compiled, steady_garbage() as collect:
         seed_everything()
         trace = _trace(setup, tensors, host_batches, num_micro_batches, collect)
+        trace = dataclasses.replace(trace, is_compiled=is_compiled() or setup.workload.is_compiled)
         collect()
         were_kept = are_fakes_left()
     if were_kept:
