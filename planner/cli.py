@@ -75,15 +75,17 @@ def show(content: RenderableType, piped_columns: int = 80) -> None:
         write(to_text(content, piped_columns).removesuffix("\n"))
 
 
-def show_plan(plan: Plan, as_json: bool, verbose: bool = False, with_anatomy: bool = False) -> None:
+def show_plan(plan: Plan, as_json: bool, verbose: bool = False, with_details: bool = False) -> None:
     from gradplan import planfile, report
 
     for line in (*report.trial_lines(plan), *report.backward_lines(plan)) if verbose else ():
         say(line)
+    if verbose and not with_details:
+        say(report.to_text(report.details(plan)))
     if as_json:
         write(planfile.to_json(plan).removesuffix("\n").encode())
     else:
-        show(report.summary(plan, with_anatomy or verbose))
+        show(report.summary(plan, with_details))
 
 
 def say_what_is_next(plan: Plan, wrote: str, command: str, as_json: bool = False, quiet: bool = False) -> None:
@@ -220,7 +222,7 @@ def show_command(plan_path: str, trainer: str | None, as_json: bool, verbose: bo
         write(arguments.text.removesuffix("\n"))
         say_notes(() if arguments.has_comments else arguments.notes)
     else:
-        show_plan(plan, as_json, verbose, with_anatomy=True)
+        show_plan(plan, as_json, verbose, with_details=True)
 
 
 @main.command("init")

@@ -37,21 +37,19 @@ class Card(Protocol):
     def basis(self) -> str: ...
 
 
-def summary(plan: Plan, with_anatomy: bool = False) -> RenderableType:
-    """The recommended settings, what other GPUs could hold, and what to watch out for.
-
-    ``with_anatomy`` adds what the memory is needed for. What would make room is there where it was asked.
-    """
-    sections = [_header(plan), _settings(plan)]
-    if with_anatomy and plan.evidence.anatomy is not None:
-        sections.append(_titled(reasons.anatomy_title(plan.evidence.anatomy), _anatomy(plan.evidence.anatomy)))
-    if plan.evidence.levers:
-        sections.append(_titled("What would make room (predicted)", _levers(plan)))
+def summary(plan: Plan, with_details: bool = False) -> RenderableType:
+    """The recommended settings, what other GPUs could hold, and what to watch out for."""
+    sections = [_header(plan), _settings(plan), *(_detail_sections(plan) if with_details else ())]
     if plan.evidence.others:
         sections.append(_titled("What other GPUs could hold (predicted)", _others(plan)))
     if plan.warnings:
         sections.append(_titled("Watch out", _warnings(plan)))
-    return Group(*itertools.chain.from_iterable((section, Text()) for section in sections))
+    return _spaced(sections)
+
+
+def details(plan: Plan) -> RenderableType:
+    """What the memory is needed for, and what would make room, as far as the evidence says."""
+    return _spaced(_detail_sections(plan))
 
 
 def trial_lines(plan: Plan) -> Iterator[str]:
@@ -96,7 +94,7 @@ def gpu_table(cards: Iterable[Card]) -> RenderableType:
 
 def describe(plan: Plan, width: int = 80) -> str:
     """What ``gradplan show`` prints, as plain text of at most ``width`` columns."""
-    return to_text(summary(plan, with_anatomy=True), width)
+    return to_text(summary(plan, with_details=True), width)
 
 
 def to_text(content: RenderableType, width: int = 80) -> str:
@@ -146,6 +144,15 @@ def _others(plan: Plan) -> RenderableType:
     return Padding(table, (0, 0, 0, 2), expand=False)
 
 
+def _detail_sections(plan: Plan) -> list[RenderableType]:
+    sections = []
+    if plan.evidence.anatomy is not None:
+        sections.append(_titled(reasons.anatomy_title(plan.evidence.anatomy), _anatomy(plan.evidence.anatomy)))
+    if plan.evidence.levers:
+        sections.append(_titled("What would make room (predicted)", _levers(plan)))
+    return sections
+
+
 def _anatomy(anatomy: Anatomy) -> RenderableType:
     table = _grid("", "memory", numbers=("memory",))
     for part in anatomy.parts:
@@ -171,6 +178,10 @@ def _warnings(plan: Plan) -> RenderableType:
     for warning in plan.warnings:
         table.add_row(Text("-", "yellow"), Text(warning.message))
     return Padding(table, (0, 0, 0, 2), expand=False)
+
+
+def _spaced(sections: Iterable[RenderableType]) -> RenderableType:
+    return Group(*itertools.chain.from_iterable((section, Text()) for section in sections))
 
 
 def _titled(title: str, content: RenderableType) -> RenderableType:

@@ -269,4 +269,5 @@ def load_workload(
 def _is_before_forward(error: TypeError) -> bool:
     """Whether the model was not run: it does not take such a batch, or there is no loss in what it returned."""
     names = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
-    return set(names[names.index(step.model_loss.__name__) + 1 :]) <= {"_wrapped_call_impl", "_call_impl"}
+    between = {"_wrapped_call_impl", "_call_impl", "_call_and_watch"}
+    return set(names[names.index(step.model_loss.__name__) + 1 :]) <= between

@@ -10,8 +10,8 @@ import pytest
 from rich.console import Console
 
 from gradplan.plan import Goal, Plan, make_plan
-from gradplan.probes.evidence import Capacity, Device, Evidence, Notice, Recipe, Trial
-from gradplan.report import gpu_table, summary, to_text, trial_lines
+from gradplan.probes.evidence import Anatomy, Capacity, Device, Evidence, Lever, Notice, Part, Recipe, Trial
+from gradplan.report import describe, details, gpu_table, summary, to_text, trial_lines
 
 GIB = 2**30
 RTX_4090 = Device(name="NVIDIA GeForce RTX 4090", slug="rtx-4090", total_bytes=24 * GIB)
@@ -300,3 +300,54 @@ rtx-5090  NVIDIA GeForce RTX 5090   31.4 GiB  estimated
 mi300x    AMD Instinct MI300X      192.0 GiB  estimated
 """
     )
+
+
+# What the memory is needed for
+
+
+ANATOMY = Anatomy(
+    micro_batch_size=27,
+    moment="backward",
+    step=2,
+    micro_batch=2,
+    module="",
+    parts=(Part(name="activations", num_bytes=12 * GIB), Part(name="gradients", num_bytes=GIB)),
+    modules=(Part(name="blocks.*.mlp", num_bytes=7 * GIB),),
+    unused_bytes=2 * GIB,
+)
+LEVERS = (
+    Lever(name="bf16-mixed", how="--precision bf16-mixed", max_micro_batch_size=40),
+    Lever(name="Adafactor", how="torch.optim.Adafactor in build_optimizer", max_micro_batch_size=0),
+)
+
+
+def test_a_plan_that_is_shown_says_what_is_in_memory_and_when() -> None:
+    plan = a_plan(anatomy=ANATOMY)
+    shown = describe(plan, width=120)
+    assert "in the backward pass of micro-batch 2, optimizer step 2, for size 27 (predicted)" in shown
+    rows = [line.split() for line in shown.splitlines()]
+    assert rows[rows.index(["memory"]) + 1 :][:4] == [
+        ["activations", "12.0", "GiB"],
+        ["blocks.*.mlp", "7.0", "GiB"],
+        ["gradients", "1.0", "GiB"],
+        ["reserved", "beyond", "that", "by", "the", "allocator", "2.0", "GiB"],
+    ]
+    assert "activations" not in text(plan), "the table after a probe is short"
+
+
+def test_levers_say_what_they_would_hold_beside_what_is_held_now() -> None:
+    shown = to_text(details(a_plan(a_trial(27, gib=21.8), levers=LEVERS)), width=100)
+    assert [line.split() for line in shown.splitlines()[2:5]] == [
+        ["as", "it", "is", "27"],
+        ["bf16-mixed", "40", "--precision", "bf16-mixed"],
+        ["Adafactor", "does", "not", "fit", "torch.optim.Adafactor", "in", "build_optimizer"],
+    ]
+
+
+def test_without_evidence_there_are_no_details() -> None:
+    assert to_text(details(a_plan())) == ""
+
+
+def test_both_answers_are_shown() -> None:
+    trial = a_trial(27, gib=21.8).model_copy(update={"peak_reserved_bytes": int(22.1 * GIB)})
+    assert row(a_plan(trial), "memory needed").endswith("for size 27, and 22.1 GiB where there is room to spare")

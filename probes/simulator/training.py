@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager, nullcontext
 from enum import Enum
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -256,21 +257,16 @@ class optimizer_steps:  # noqa: N801 - reads as a statement
 def running_modules(model: nn.Module, recorder: Recorder) -> Iterator[None]:
     """The recorder knows inside which module's forward it is."""
     paths = {id(module): path for path, module in model.named_modules()}
+    original = nn.Module.__call__
 
-    def enter(module: nn.Module, _: Any) -> None:
+    def _call_and_watch(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         outer = recorder.modules[-1] if recorder.modules else ""
         recorder.modules.append(paths.get(id(module), outer))
+        try:
+            return original(module, *args, **kwargs)
+        finally:
+            if recorder.modules:  # cleared where a new micro-batch began inside
+                recorder.modules.pop()
 
-    def leave(*_: Any) -> None:
-        if recorder.modules:
-            recorder.modules.pop()
-
-    handles = (
-        nn.modules.module.register_module_forward_pre_hook(enter),
-        nn.modules.module.register_module_forward_hook(leave),
-    )
-    try:
+    with mock.patch.object(nn.Module, "__call__", _call_and_watch):
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
