@@ -103,6 +103,17 @@ def test_the_moment_of_each_birth_is_known(workload: Load) -> None:
     assert moments == {"building", "forward", "backward", "optimizer step"}
 
 
+def test_clipping_is_no_part_of_the_forward_pass(workload: Load) -> None:
+    job = workload(BLOCKS.replace("OPTIMIZER", "AdamW"))
+
+    def num_births(max_grad_norm: float | None, moment: str) -> int:
+        trace = trace_training(Setup(job, "32-true", (8, 0), max_grad_norm), Tensors.FAKE, 2, 2)
+        return sum(birth.moment == moment for birth in trace.births)
+
+    assert num_births(1.0, "forward") == num_births(None, "forward")
+    assert num_births(1.0, "optimizer step") > num_births(None, "optimizer step")
+
+
 def test_a_trace_without_births_has_no_anatomy() -> None:
     with pytest.raises(ValueError, match="how its storages came about"):
         anatomy(Trace((0, ~0), (1,)), 1)

@@ -13,7 +13,9 @@ from gradplan.probes.evidence import Evidence
 from gradplan.probes.simulate import Simulation
 from gradplan.probes.simulator.allocator_settings import AllocatorSettings, parse_settings
 from gradplan.probes.simulator.catalogue import find
-from gradplan.probes.simulator.levers import repeated_blocks
+from gradplan.probes.simulator.curve import Curve
+from gradplan.probes.simulator.levers import checkpoint_blocks, eight_bit, repeated_blocks, stateless
+from gradplan.probes.simulator.trace import OPTIMIZER_STEP, STATE, Birth
 from gradplan.probes.workload import Workload
 
 Load = Callable[[str], Workload]
@@ -110,6 +112,16 @@ def test_state_of_eight_bits_holds_more_than_adamw_and_less_than_sgd(workload: L
     )
 
 
+def test_arithmetic_is_of_state_and_of_the_steps_temporaries_alone() -> None:
+    births = [Birth(kind, moment, "", 1, 1) for kind, moment in ((STATE, ""), (STATE, ""), ("", OPTIMIZER_STEP))]
+    births += [Birth("", "forward", "", 1, 1)]
+    bases = (MIB, 4 * 4095, MIB, MIB)
+    curve = Curve((0, 1, 2, 3), bases, (0, 0, 0, 5), tuple(births))
+    assert eight_bit(curve).bases == (MIB / 4 + MIB / 4 / 256 * 4, 4 * 4095, 0, MIB), "small state stays in fp32"
+    assert stateless(curve).bases == (0, 0, 0, MIB)
+    assert stateless(curve).slopes == curve.slopes
+
+
 def test_levers_are_asked_for_or_there_is_nothing_that_fits(workload: Load) -> None:
     assert probed(workload(a_model())).levers == ()
     evidence = probed(workload(a_model()), 592)
@@ -137,8 +149,6 @@ def test_blocks_are_the_outermost_lists_of_modules_that_are_alike() -> None:
 
 
 def test_checkpointed_blocks_give_the_same_gradients(workload: Load) -> None:
-    from gradplan.probes.simulator.levers import checkpoint_blocks
-
     def gradients(change: bool) -> list[torch.Tensor]:
         torch.manual_seed(0)
         model = workload(a_model()).build_model()
