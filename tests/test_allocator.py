@@ -639,3 +639,12 @@ def test_a_handle_is_freed_once() -> None:
 def test_a_negative_size_is_refused() -> None:
     with pytest.raises(ValueError, match="-1"):
         CachingAllocator().allocate(-1)
+
+
+def test_a_smaller_limit_that_fits_is_found_though_larger_ones_do_not() -> None:
+    """Under 54 to 64 MiB the blocks fall into other places, and the last one finds no room."""
+    events, born = [0, ~0, 1, ~1, 2, ~2, 3, 4, 5, ~4, ~5], [14 * MIB, 8 * MIB, 40 * MIB, 9 * MIB, 30 * MIB, 12 * MIB]
+    fitting = [limit for limit in range(40, 70, 2) if fits(events, born, limit * MIB)]
+    assert fitting == [52, 66, 68]
+    assert replay(events, born).reserved_bytes == 66 * MIB
+    assert required_bytes(events, born) == 52 * MIB

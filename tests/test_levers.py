@@ -14,8 +14,10 @@ from gradplan.probes.simulate import Simulation
 from gradplan.probes.simulator.allocator_settings import AllocatorSettings, parse_settings
 from gradplan.probes.simulator.catalogue import find
 from gradplan.probes.simulator.curve import Curve
-from gradplan.probes.simulator.levers import checkpoint_blocks, eight_bit, repeated_blocks, stateless
+from gradplan.probes.simulator.levers import Levers, checkpoint_blocks, eight_bit, repeated_blocks, stateless
 from gradplan.probes.simulator.trace import OPTIMIZER_STEP, STATE, Birth
+from gradplan.probes.simulator.tracer import Tracer
+from gradplan.probes.simulator.training import Setup
 from gradplan.probes.workload import Workload
 
 Load = Callable[[str], Workload]
@@ -136,6 +138,34 @@ def test_a_lever_that_is_used_is_not_offered(workload: Load) -> None:
     job = workload(a_model(optimizer="SGD(model.parameters(), lr=lr, fused=True)"))
     names = {lever.name for lever in probed(job, with_levers=True, precision="bf16-true", settings=settings).levers}
     assert names == {"activation checkpointing of 8 blocks"}
+
+
+TWO_LOSSES = """
+import torch
+from torch import nn
+
+def build_model():
+    return nn.ModuleList(nn.Sequential(nn.Linear(64, 4096), nn.Tanh(), nn.Linear(4096, 1)) for _ in range(2))
+
+def build_batch(n):
+    return torch.ones(n, 64)
+
+def compute_loss(model, batch):
+    yield model[0](batch).mean()
+    yield model[1](batch).mean()
+"""
+
+
+def test_levers_of_several_losses_are_of_the_form_that_is_used(workload: Load) -> None:
+    tracer = Tracer(Setup(workload(TWO_LOSSES), "32-true", (8, 9)), lambda _: None)
+    sizes: dict[str, int] = {}
+    for backward in ("joint", "sequential"):
+        tracer.backward = backward
+        curve = Curve.fit(*(tracer.trace(size, 1) for size in (2, 3)), (2, 3))
+        assert curve is not None
+        levers = Levers(tracer, curve, 200 * MIB, 1, AllocatorSettings()).all(1000)
+        sizes[backward] = next(lever.max_micro_batch_size for lever in levers if lever.name == "bf16-mixed")
+    assert sizes["sequential"] > 1.2 * sizes["joint"]
 
 
 def test_blocks_are_the_outermost_lists_of_modules_that_are_alike() -> None:
