@@ -27,12 +27,17 @@ def what_would_fit(recipe: Recipe, evidence: Evidence, goal: Goal) -> str:
         problem = f"a micro-batch of {size} needs {format_bytes(required)}, more than the {limit}"
     holds = [other for other in evidence.others if other.max_micro_batch_size >= size]
     larger = min(holds, key=lambda other: other.device.total_bytes, default=None)
-    levers = [
-        f"{lever.name} ({lever.how}) holds {lever.max_micro_batch_size}"
-        for lever in evidence.levers
+    changes = evidence.levers[1:]
+    enough = [
+        f"{lever.name} ({lever.how}), for a micro-batch of {lever.max_micro_batch_size}"
+        for lever in changes
         if lever.max_micro_batch_size >= size
     ]
-    remedies = levers or [
+    if changes and not enough:
+        nearest = sorted(changes, key=lambda lever: lever.required_bytes)[:3]
+        needs = "; ".join(f"{lever.name} ({lever.how}) needs {format_bytes(lever.required_bytes)}" for lever in nearest)
+        problem += f". No single change of these is enough: {needs}"
+    remedies = enough or [
         *(["mixed precision (--precision bf16-mixed)"] if goal.precision == "32-true" else []),
         "activation checkpointing in the model",
         *(["an optimizer with less state (SGD, 8-bit)"] if "adam" in recipe.optimizer.lower() else []),

@@ -94,6 +94,10 @@ def _sizes_in_bytes(evidence: Evidence) -> Iterator[int]:
     for trial in evidence.trials:
         known = (trial.peak_allocated_bytes, trial.peak_reserved_bytes, trial.required_bytes)
         yield from (num_bytes for num_bytes in known if num_bytes is not None)
+    if evidence.anatomy is not None:
+        yield from (part.num_bytes for part in (*evidence.anatomy.parts, *evidence.anatomy.modules))
+        yield evidence.anatomy.unused_bytes
+    yield from (lever.required_bytes for lever in evidence.levers)
     for peak in evidence.backward_peaks:
         yield from (peak.peak_allocated_bytes, peak.peak_reserved_bytes)
 

@@ -82,8 +82,9 @@ def memory(plan: Plan) -> tuple[str, str]:
     for trial in _trials_of_interest(plan):
         if trial.needed_bytes is not None:
             reason = f"{limit}; {how(plan)} for size {trial.micro_batch_size}"
-            if trial.required_bytes is not None and trial.peak_reserved_bytes is not None:
-                reason += f", and {format_bytes(trial.peak_reserved_bytes)} where there is room to spare"
+            needed, reserved = format_bytes(trial.needed_bytes), format_bytes(trial.peak_reserved_bytes or 0)
+            if trial.required_bytes is not None and trial.peak_reserved_bytes is not None and needed != reserved:
+                reason += f"; with room to spare it takes {reserved}"
             return format_bytes(trial.needed_bytes), reason
     return "unknown", limit
 
@@ -105,6 +106,22 @@ def anatomy_title(anatomy: Anatomy) -> str:
     inside = f" (in {anatomy.module})" if anatomy.module else ""
     step = f", optimizer step {anatomy.step}" if anatomy.step else ""
     return f"Most memory is in use in {where}{inside}{step}, for size {anatomy.micro_batch_size} (predicted)"
+
+
+def anatomy_rows(anatomy: Anatomy) -> Iterator[tuple[str, int, bool]]:
+    """(name, bytes, whether it is a part of the row before), without what is less than a thousandth."""
+    least = sum(part.num_bytes for part in anatomy.parts) / 1000
+    for part in anatomy.parts:
+        if part.num_bytes < least:
+            continue
+        yield part.name, part.num_bytes, False
+        if part.name == "activations":
+            shown = [module for module in anatomy.modules if module.num_bytes >= least]
+            yield from ((module.name, module.num_bytes, True) for module in shown)
+            rest = part.num_bytes - sum(module.num_bytes for module in shown)
+            if rest >= least:
+                yield "others", rest, True
+    yield "reserved beyond that, with room to spare", anatomy.unused_bytes, False
 
 
 def how(plan: Plan) -> str:

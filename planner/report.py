@@ -18,7 +18,7 @@ from rich.text import Text
 from gradplan import reasons
 from gradplan.advice import quoted
 from gradplan.planfile import Plan
-from gradplan.probes.evidence import Anatomy
+from gradplan.probes.evidence import MOST_SAMPLES, Anatomy
 from gradplan.units import format_bytes
 
 
@@ -56,7 +56,8 @@ def trial_lines(plan: Plan) -> Iterator[str]:
     """Every trial in one line, the smallest micro-batch first."""
     for trial in sorted(plan.evidence.trials, key=lambda trial: trial.micro_batch_size):
         num_bytes = trial.needed_bytes
-        needs = "" if num_bytes is None else f", needs {format_bytes(num_bytes)}"
+        verb = "takes" if trial.required_bytes is None else "needs"
+        needs = "" if num_bytes is None else f", {verb} {format_bytes(num_bytes)}"
         verdict = "fits" if trial.fits else "does not fit"
         seconds = trial.step_seconds
         took = "" if seconds is None else f", {reasons.format_seconds(seconds)} for {reasons.micro_batches(trial)}"
@@ -149,26 +150,29 @@ def _detail_sections(plan: Plan) -> list[RenderableType]:
     if plan.evidence.anatomy is not None:
         sections.append(_titled(reasons.anatomy_title(plan.evidence.anatomy), _anatomy(plan.evidence.anatomy)))
     if plan.evidence.levers:
-        sections.append(_titled("What would make room (predicted)", _levers(plan)))
+        sections.append(
+            _titled(
+                "What would make room: the largest micro-batch, whatever the recipe asks for (predicted)", _levers(plan)
+            )
+        )
     return sections
 
 
 def _anatomy(anatomy: Anatomy) -> RenderableType:
     table = _grid("", "memory", numbers=("memory",))
-    for part in anatomy.parts:
-        table.add_row(Text(part.name), Text(format_bytes(part.num_bytes)))
-        if part.name == "activations":
-            for module in anatomy.modules:
-                table.add_row(Text(f"  {module.name}", "dim"), Text(format_bytes(module.num_bytes), "dim"))
-    table.add_row(Text("reserved beyond that by the allocator"), Text(format_bytes(anatomy.unused_bytes)))
+    for name, num_bytes, is_inside in reasons.anatomy_rows(anatomy):
+        style = "dim" if is_inside else ""
+        table.add_row(Text(f"  {name}" if is_inside else name, style), Text(format_bytes(num_bytes), style))
     return Padding(table, (0, 0, 0, 2), expand=False)
 
 
 def _levers(plan: Plan) -> RenderableType:
     table = _grid("change", "micro-batch", "how", numbers=("micro-batch",))
-    table.add_row(Text("as it is"), Text(str(plan.evidence.largest_fitting)), Text())
-    for lever in plan.evidence.levers:
-        size = str(lever.max_micro_batch_size or "does not fit")
+    now, *changes = plan.evidence.levers
+    for lever in (now, *(lever for lever in changes if lever.max_micro_batch_size > now.max_micro_batch_size)):
+        size = str(lever.max_micro_batch_size or "none")
+        if lever.max_micro_batch_size >= MOST_SAMPLES:
+            size = f"at least {size}"
         table.add_row(Text(lever.name), Text(size), Text(lever.how))
     return Padding(table, (0, 0, 0, 2), expand=False)
 

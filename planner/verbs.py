@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import gradplan
 from gradplan.plan import Goal, Plan, find_target, make_plan
 from gradplan.probes.errors import UsageError
-from gradplan.probes.evidence import Notice, Precision
+from gradplan.probes.evidence import Evidence, Notice, Precision
 from gradplan.probes.simulator.allocator_settings import AllocatorSettings, parse_settings
 from gradplan.probes.simulator.catalogue import COMMON, find, gpus
 
@@ -87,7 +87,15 @@ def probe(
         target = find_target(recipe, goal)
         others = tuple(find(name) for name in COMMON) if device is None else ()
         evidence = prober.gather(target.per_rank, target.at_most, others, with_levers)
-    return make_plan(recipe, evidence, goal, gradplan_version=gradplan.__version__, torch_version=torch.__version__)
+
+        def planned(found: Evidence) -> Plan:
+            versions = gradplan.__version__, str(torch.__version__)
+            return make_plan(recipe, found, goal, gradplan_version=versions[0], torch_version=versions[1])
+
+        plan = planned(evidence)
+        if isinstance(prober, Simulation):
+            plan = planned(prober.at_size(evidence, plan.micro_batch_size, plan.accumulation_steps))
+    return plan
 
 
 @contextlib.contextmanager

@@ -9,6 +9,8 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
+MOST_SAMPLES = 2**20  # where nothing else bounds a micro-batch
+
 Precision = Literal["32-true", "bf16-mixed", "16-mixed", "bf16-true"]
 Backward = Literal["joint", "sequential"]
 
@@ -24,6 +26,13 @@ def _identifier(name: str) -> str:
     if not name.isidentifier():
         raise ValueError(f"{name!r} is not a name")
     return name
+
+
+def _printable(text: str) -> str:
+    """As it may be written to a terminal."""
+    if not text.isprintable():
+        raise ValueError(f"{text!r} cannot be printed")
+    return text
 
 
 class Notice(Frozen):
@@ -76,8 +85,8 @@ class BackwardPeak(Frozen):
 class Part(Frozen):
     """Some of the memory in use."""
 
-    name: str
-    num_bytes: int
+    name: Annotated[str, AfterValidator(_printable)]
+    num_bytes: int = Field(ge=0)
 
 
 class Anatomy(Frozen):
@@ -90,21 +99,26 @@ class Anatomy(Frozen):
     """
 
     micro_batch_size: int = Field(ge=1)
-    moment: str
-    step: int
-    micro_batch: int
-    module: str
+    moment: Literal["building", "forward", "backward", "optimizer step", "evaluation"]
+    step: int = Field(ge=0)
+    micro_batch: int = Field(ge=0)
+    module: Annotated[str, AfterValidator(_printable)]
     parts: tuple[Part, ...]
     modules: tuple[Part, ...]
-    unused_bytes: int
+    unused_bytes: int = Field(ge=0)
 
 
 class Lever(Frozen):
-    """What one change would do to the largest micro-batch, predicted. ``how`` says what to type or to write."""
+    """What one change would do to the largest micro-batch, predicted; the first is none. ``how`` says what to type.
 
-    name: str
-    how: str
+    The sizes are bounded by the memory alone, not by the recipe or an option. ``required_bytes`` is what the smallest
+    micro-batch needs.
+    """
+
+    name: Annotated[str, AfterValidator(_printable)]
+    how: Annotated[str, AfterValidator(_printable)]
     max_micro_batch_size: int = Field(ge=0)
+    required_bytes: int = Field(ge=0)
 
 
 class Capacity(Frozen):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from gradplan.probes.evidence import Notice
+from gradplan.probes.evidence import MOST_SAMPLES, Notice
 
-MOST_SAMPLES = 2**20  # where nothing else bounds a micro-batch
+__all__ = ["MOST_SAMPLES", "end_notices", "largest"]
 
 
 def largest(

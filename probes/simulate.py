@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 from collections.abc import Callable
 from functools import cached_property
@@ -50,7 +51,8 @@ class Simulation:
         self.gpu = gpu
         self.total_bytes = memory_bytes or gpu.total_bytes
         self.headroom_percent = headroom_percent
-        self.limit_bytes = limit_of(gpu, self.total_bytes, headroom_percent)
+        self._fraction = settings.per_process_memory_fraction
+        self.limit_bytes = self._limit_of(gpu, self.total_bytes)
         if self.limit_bytes <= 0:
             raise DoesNotFitError(
                 f"nothing fits: of {self.total_bytes / 2**20:.0f} MiB, the CUDA context is counted as "
@@ -58,11 +60,12 @@ class Simulation:
             )
         self._workload = workload
         self._unit = workload.batch_multiple
-        self._settings = settings
+        self._settings = dataclasses.replace(settings, per_process_memory_fraction=1.0)  # the limit has it
         self._tracer = Tracer(Setup(workload, precision, gpu.compute_capability or (8, 0)), progress)
         self._notices: list[Notice] = []
         self._trials: dict[tuple[int, int], Trial] = {}
         self._traces: dict[tuple[int, int], Trace] = {}
+        self._curve_found: Curve | None = None
         if precision.startswith("bf16") and gpu.compute_capability is not None and gpu.compute_capability < (8, 0):
             self._note("slow-bf16", f"{gpu.name} has no bf16 arithmetic of its own: 16-mixed is the precision for it")
 
@@ -108,6 +111,7 @@ class Simulation:
         if whole is None or not whole.fits:
             below = max(self._unit, ceiling - self._unit) if whole else ceiling
             self._search(curve, num_micro_batches, below)
+        self._curve_found = curve
         fits_any = any(trial.fits for trial in self._trials.values())
         return Evidence(
             kind="simulated",
@@ -123,6 +127,21 @@ class Simulation:
             notices=(*self._tracer.notices, *self._notices),
         )
 
+    def at_size(self, evidence: Evidence, size: int, num_micro_batches: int) -> Evidence:
+        """The same evidence, with what the planned micro-batch needs and what is in memory then."""
+        key = (size, min(2, num_micro_batches))
+        if key not in self._trials and self._curve_found is not None:
+            self._record(*key, self._curve_found.at(size), is_traced=False)
+        if key not in self._trials or not self._trials[key].fits:
+            return evidence
+        trial, trace = self._trials[key], self._traces[key]
+        if trial.required_bytes is None and trace.births:
+            self._trials[key] = trial.model_copy(update={"required_bytes": self._required(trace)})
+        changes: dict[str, object] = {"trials": tuple(self._trials.values())}
+        if trace.births:
+            changes["anatomy"] = anatomy(trace, size, self._settings)
+        return evidence.model_copy(update=changes)
+
     def _levers(self, curve: Curve, num_micro_batches: int) -> tuple[Lever, ...]:
         if self._tracer.is_real:
             return ()
@@ -135,7 +154,7 @@ class Simulation:
         fitting = [key for key, trial in self._trials.items() if trial.fits]
         key = max(fitting) if fitting else min(self._traces, default=None)
         trace = self._traces.get(key) if key else None
-        return anatomy(trace, key[0]) if key and trace and trace.births else None
+        return anatomy(trace, key[0], self._settings) if key and trace and trace.births else None
 
     def _choose_backward(self, small: Trace, num_micro_batches: int, at_most: int) -> Forms | None:
         """For several losses: from here on, every trace is of the form that needs less."""
@@ -247,11 +266,14 @@ class Simulation:
     def _required(self, trace: Trace) -> int:
         return allocator.required_bytes(trace.events, trace.sizes, settings=self._settings)
 
+    def _limit_of(self, gpu: Gpu, total_bytes: int) -> int:
+        return min(limit_of(gpu, total_bytes, self.headroom_percent), int(total_bytes * self._fraction))
+
     def _note(self, code: str, message: str) -> None:
         self._notices.append(Notice(code=code, message=message))
 
     def _capacity(self, gpu: Gpu, curve: Curve, whole: Trial | None, at_most: int) -> Capacity:
-        limit = limit_of(gpu, gpu.total_bytes, self.headroom_percent)
+        limit = self._limit_of(gpu, gpu.total_bytes)
         if whole is not None and whole.required_bytes is not None and whole.required_bytes <= limit:
             size = at_most
         else:

@@ -9,6 +9,7 @@ import pytest
 from gradplan.probes.simulator.anatomy import anatomy
 from gradplan.probes.simulator.trace import Birth, Trace
 from gradplan.probes.simulator.training import Setup, Tensors, trace_training
+from gradplan.probes.step import run_loss_by_loss
 from gradplan.probes.workload import Workload
 
 Load = Callable[[str], Workload]
@@ -117,3 +118,35 @@ def test_clipping_is_no_part_of_the_forward_pass(workload: Load) -> None:
 def test_a_trace_without_births_has_no_anatomy() -> None:
     with pytest.raises(ValueError, match="how its storages came about"):
         anatomy(Trace((0, ~0), (1,)), 1)
+
+
+TWO_LOSSES = """
+import torch
+from torch import nn
+
+def build_model():
+    return nn.ModuleList(nn.Sequential(nn.Linear(64, 4096), nn.Tanh(), nn.Linear(4096, 1)) for _ in range(2))
+
+def build_batch(n):
+    return torch.ones(n, 64)
+
+def compute_loss(model, batch):
+    yield model[0](batch).mean()
+    yield model[1](batch).mean()
+"""
+
+
+def test_what_follows_a_backward_in_a_micro_batch_is_still_its_forward(workload: Load) -> None:
+    setup = Setup(workload(TWO_LOSSES), "32-true", (8, 0), run=run_loss_by_loss)
+    trace = trace_training(setup, Tensors.FAKE, 512, 2)
+    activation = 512 * 4096 * 4
+    born = [birth for birth, size in zip(trace.births, trace.sizes, strict=True) if size == activation]
+    assert {birth.moment for birth in born} == {"forward", "backward"}
+    assert {birth.module for birth in born if birth.moment == "forward"} == {f"{i}.{j}" for i in (0, 1) for j in (0, 1)}
+
+
+def test_the_roots_own_forward_is_told_from_the_loss(workload: Load) -> None:
+    text = BLOCKS.replace("OPTIMIZER", "SGD").replace("x = block(x)", "x = block(x) + 1")
+    setup = Setup(workload(text), "32-true", (8, 0))
+    modules = {birth.module for birth in trace_training(setup, Tensors.FAKE, 64, 1).births}
+    assert modules >= {"the model itself", "blocks.0.act", ""}

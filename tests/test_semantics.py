@@ -395,3 +395,19 @@ def test_autocast_as_a_decorator_is_autocast_of_the_simulated_gpu() -> None:
             return torch.ones(2, 2) @ torch.ones(2, 2)
 
         assert product().dtype == torch.bfloat16
+
+
+def test_matrices_of_different_types_are_not_multiplied(workload: Callable[[str], Workload]) -> None:
+    """As every device refuses it, fake tensors would not: a model that casts to fp32 cannot run in bf16-true."""
+    job = workload(
+        "import torch\n"
+        "from torch import nn\n"
+        "build_model = lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))\n"
+        "build_batch = lambda n: torch.ones(n, 4)\n"
+        "def compute_loss(model, batch):\n"
+        "    return model[1](model[0](batch).float()).mean()\n"
+    )
+    trace_training(Setup(job, "32-true", (8, 0)), Tensors.FAKE, 2, 1)
+    trace_training(Setup(job, "bf16-mixed", (8, 0)), Tensors.FAKE, 2, 1)
+    with pytest.raises(RuntimeError, match="must have the same dtype, but got"):
+        trace_training(Setup(job, "bf16-true", (8, 0)), Tensors.FAKE, 2, 1)

@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from gradplan.probes import step
-from gradplan.probes.errors import UserCodeError
+from gradplan.probes.errors import DoesNotFitError, UserCodeError
 from gradplan.probes.evidence import Evidence
 from gradplan.probes.simulate import Simulation, limit_of
+from gradplan.probes.simulator.allocator_settings import parse_settings
 from gradplan.probes.simulator.catalogue import find
 from gradplan.probes.simulator.trace import Trace
 from gradplan.probes.simulator.training import Setup, Tensors, trace_training
@@ -489,3 +490,53 @@ def test_an_error_at_a_larger_size_only_is_the_users(workload: Load) -> None:
     with pytest.raises(UserCodeError, match=r"micro-batch of 64 failed .*AssertionError: too many"):
         probe.gather(64, 64)
     assert probe.progress == [f"tracing a micro-batch of {size}" for size in (2, 3, 64)]
+
+
+# The allocator's settings, and the planned size
+
+
+def test_a_memory_fraction_is_a_limit(workload: Load) -> None:
+    job, total_bytes = workload(WIDE), 2**30
+    settings = parse_settings("per_process_memory_fraction:0.08", total_bytes)
+    options: dict[str, Any] = {"memory_bytes": total_bytes, "headroom_percent": 0}
+    capped = Simulation(job, find("rtx-4060"), **options, settings=settings)
+    assert capped.limit_bytes == int(0.08 * total_bytes)
+    evidence = capped.gather(None, None)
+    assert (
+        0 < evidence.largest_fitting < Simulation(job, find("rtx-4060"), **options).gather(None, None).largest_fitting
+    )
+    with pytest.raises(DoesNotFitError, match="nothing fits"):
+        Simulation(job, find("rtx-4060"), **options, settings=parse_settings("per_process_memory_fraction:0.0", 1))
+
+
+def test_the_planned_size_is_told_what_it_needs_and_what_is_in_memory(workload: Load) -> None:
+    probe = Probe(workload(WIDE))
+    evidence = probe.gather(4096, 4096)
+    planned = probe.simulation.at_size(evidence, 100, 41)
+    (trial,) = (trial for trial in planned.trials if trial.micro_batch_size == 100)
+    assert trial.fits
+    assert trial.required_bytes is not None
+    assert trial.required_bytes < evidence.limit_bytes
+    assert planned.anatomy is not None
+    assert planned.anatomy.micro_batch_size == 100
+    assert planned.largest_fitting == evidence.largest_fitting
+
+
+def test_sparse_gradients_are_said_to_be_missing(workload: Load) -> None:
+    text = WIDE.replace("nn.Sequential(nn.Linear(16, 4096), nn.ReLU(), nn.Dropout(0.1), nn.Linear(4096, 1))", "Model()")
+    text = text.replace(
+        "def build_model",
+        """class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(100, 4, sparse=True)
+
+    def forward(self, x):
+        return self.table(x.long()[:, 0]).sum(1, keepdim=True)
+
+def build_optimizer(model, lr):
+    return torch.optim.SparseAdam(model.parameters(), lr=lr)
+
+def build_model""",
+    )
+    assert "sparse-gradients" in codes(Probe(workload(text)).gather(64, 64))

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 
 from gradplan.probes.evidence import Anatomy, Part
 from gradplan.probes.simulator.allocator import replay
+from gradplan.probes.simulator.allocator_settings import DEFAULT_SETTINGS, AllocatorSettings
 from gradplan.probes.simulator.trace import (
     BACKWARD,
     EVALUATION,
@@ -26,7 +27,7 @@ TEMPORARIES = {
 }
 
 
-def anatomy(trace: Trace, micro_batch_size: int) -> Anatomy:
+def anatomy(trace: Trace, micro_batch_size: int, settings: AllocatorSettings = DEFAULT_SETTINGS) -> Anatomy:
     """The storages that are alive when a trace's live bytes are largest, by kind, and by module for activations.
 
     Sizes are those that the step asks for. What the allocator reserves beyond them at its own peak, for rounding and
@@ -55,7 +56,7 @@ def anatomy(trace: Trace, micro_batch_size: int) -> Anatomy:
         module=born.module if born.moment in (FORWARD, EVALUATION) else "",
         parts=_parts(parts.most_common()),
         modules=_parts(modules.most_common(MOST_MODULES)),
-        unused_bytes=max(0, replay(trace.events, trace.sizes).reserved_bytes - parts.total()),
+        unused_bytes=max(0, replay(trace.events, trace.sizes, settings=settings).reserved_bytes - parts.total()),
     )
 
 

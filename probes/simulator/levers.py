@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from gradplan.probes.errors import UserCodeError
 from gradplan.probes.evidence import Lever
 from gradplan.probes.search import MOST_SAMPLES
+from gradplan.probes.simulator.allocator import required_bytes
 from gradplan.probes.simulator.allocator_settings import AllocatorSettings
 from gradplan.probes.simulator.anatomy import anatomy
 from gradplan.probes.simulator.curve import Curve
@@ -23,8 +24,10 @@ from gradplan.probes.simulator.training import Setup
 
 # bitsandbytes (functional.py, optim/optimizer.py): one byte an element and an fp32 scale for every 256; state of fewer
 # than 4096 elements stays as it is.
+IN_EIGHT_BITS = ("Adagrad", "Adam", "AdamW", "RMSprop", "SGD")
 EIGHT_BIT_BLOCK = 256
 EIGHT_BIT_LEAST_BYTES = 4096 * 4
+AS_IT_IS = "as it is"
 Change = tuple[str, str, Setup]
 
 
@@ -44,9 +47,13 @@ class Levers:
         self._unit = tracer.setup.workload.batch_multiple
 
     def all(self, size: int) -> Iterator[Lever]:
-        """Each lever that applies at about a micro-batch size; one that cannot be traced is left out."""
+        """What fits as it is, then each lever that applies at about a micro-batch size, all without another bound.
+
+        A lever that cannot be traced is left out.
+        """
+        yield self._lever(AS_IT_IS, "", self._curve)
         model, optimizer = self._tracer.build()
-        is_step_largest = anatomy(self._curve.at(size), size).moment == OPTIMIZER_STEP
+        is_step_largest = anatomy(self._curve.at(size), size, self._settings).moment == OPTIMIZER_STEP
         for name, how, setup in (
             *_precisions(self._setup),
             *_checkpointing(self._setup, model),
@@ -57,13 +64,15 @@ class Levers:
             if curve is not None:
                 yield self._lever(name, how, curve)
         if any(birth.kind == STATE for birth in self._curve.births):
-            how = "bitsandbytes' AdamW8bit in build_optimizer, for example"
-            yield self._lever("8-bit optimizer state (by arithmetic)", how, eight_bit(self._curve))
+            kind = type(optimizer).__name__
+            if kind in IN_EIGHT_BITS:
+                how = f"bitsandbytes' {kind}8bit in build_optimizer"
+                yield self._lever("8-bit optimizer state, by arithmetic", how, eight_bit(self._curve))
             how = "torch.optim.SGD in build_optimizer"
-            yield self._lever("SGD without momentum (by arithmetic)", how, stateless(self._curve))
+            yield self._lever("SGD without momentum, by arithmetic", how, stateless(self._curve))
         if not self._settings.expandable_segments:
             expandable = dataclasses.replace(self._settings, expandable_segments=True)
-            how = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+            how = "expandable_segments:True in PYTORCH_CUDA_ALLOC_CONF"
             yield self._lever("expandable segments", how, self._curve, expandable)
 
     def _traced(self, setup: Setup) -> Curve | None:
@@ -77,13 +86,20 @@ class Levers:
         return None if tracer.is_real else Curve.fit(small, large, sizes)
 
     def _lever(self, name: str, how: str, curve: Curve, settings: AllocatorSettings | None = None) -> Lever:
-        size = curve.largest(self._limit_bytes, MOST_SAMPLES, self._unit, settings or self._settings)
-        return Lever(name=name, how=how, max_micro_batch_size=size)
+        settings = settings or self._settings
+        smallest = curve.at(self._unit)
+        return Lever(
+            name=name,
+            how=how,
+            max_micro_batch_size=curve.largest(self._limit_bytes, MOST_SAMPLES, self._unit, settings),
+            required_bytes=required_bytes(smallest.events, smallest.sizes, settings),
+        )
 
 
 def _precisions(setup: Setup) -> Iterator[Change]:
-    for precision in ("bf16-mixed", "bf16-true"):
-        if setup.capability >= (8, 0) and setup.precision != precision and setup.precision != "bf16-true":
+    others = ("bf16-mixed", "bf16-true") if setup.capability >= (8, 0) else ("16-mixed",)
+    for precision in others:
+        if setup.precision not in (precision, "bf16-true"):
             yield precision, f"--precision {precision}", dataclasses.replace(setup, precision=precision)
 
 

@@ -40,6 +40,21 @@ _MATRIX_PRODUCTS = frozenset(
 )
 
 
+def _of_one_type(operator: Any) -> Callable[..., Any]:
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        dtypes = list(dict.fromkeys(arg.dtype for arg in args if isinstance(arg, Tensor)))
+        if len(dtypes) > 1:
+            first, second = (str(dtype).removeprefix("torch.") for dtype in dtypes[:2])
+            raise RuntimeError(f"mat1 and mat2 must have the same dtype, but got {first} and {second}")
+        return operator(*args, **kwargs)
+
+    return kernel
+
+
+# For the recorder: fake tensors would multiply matrices of different types, which no device does.
+KERNELS = {operator: _of_one_type(operator) for operator in _MATRIX_PRODUCTS}
+
+
 class CublasWorkspace:
     """Scratch memory of a matrix product, kept for good: one for each thread's handle.
 

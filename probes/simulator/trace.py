@@ -56,8 +56,8 @@ class Trace:
     """What one run asked of the allocator, in order.
 
     ``trained`` names the parameters that got a gradient; ``own_backwards`` counts those that the user's code ran;
-    ``is_compiled`` says that ``torch.compile`` was called, and did nothing. ``births`` says of each storage how it came
-    about.
+    ``is_compiled`` says that ``torch.compile`` was called, and did nothing; ``has_sparse_fakes``, that
+    gradients were sparse, which have no elements on fake tensors. ``births`` says of each storage how it came about.
     """
 
     events: tuple[int, ...]
@@ -66,6 +66,7 @@ class Trace:
     trained: frozenset[str] = field(default=frozenset(), compare=False)
     own_backwards: int = field(default=0, compare=False)
     is_compiled: bool = field(default=False, compare=False)
+    has_sparse_fakes: bool = field(default=False, compare=False)
 
     @property
     def peak_live_bytes(self) -> int:
@@ -105,10 +106,10 @@ class Recorder(TorchDispatchMode):
         self._births: list[Birth] = []
         self._workspace = workspace
         self._is_paused = False
-        self._had_backward = False
         self.kernels = dict(kernels or {})
         self.moment = BUILD
         self.step = self.micro_batch = 0
+        self.has_sparse_fakes = False
         self.modules: list[str] = []  # paths of those that are running, the innermost last
 
     def __torch_dispatch__(
@@ -152,10 +153,14 @@ class Recorder(TorchDispatchMode):
         for index in self._indexes(tensor):
             self.sizes[index] = 0
 
+    def begin_optimizer_step(self) -> None:
+        """From here on, births are the optimizer's."""
+        self.moment = OPTIMIZER_STEP
+        self.modules.clear()
+
     def begin_micro_batch(self, moment: str = FORWARD) -> None:
         """From here on, births belong to the next micro-batch."""
         self.moment, self.micro_batch = moment, self.micro_batch + 1
-        self._had_backward = False
         self.modules.clear()
 
     def adopt_module(self, module: nn.Module) -> None:
@@ -168,7 +173,8 @@ class Recorder(TorchDispatchMode):
 
     def trace(self) -> Trace:
         """The trace so far."""
-        return Trace(tuple(_in_order(self.events)), tuple(self.sizes), tuple(self._births))
+        births = tuple(self._births)
+        return Trace(tuple(_in_order(self.events)), tuple(self.sizes), births, has_sparse_fakes=self.has_sparse_fakes)
 
     def _see(self, value: Any) -> None:
         if isinstance(value, Tensor):
@@ -205,14 +211,9 @@ class Recorder(TorchDispatchMode):
         self.sizes.append(num_bytes)
         self.events.append(index)
         module = self.modules[-1] if self.modules else ""
-        self._births.append(Birth(kind, self._moment(), module, self.step, self.micro_batch))
+        moment = self.moment if torch._C._current_graph_task_id() == -1 else BACKWARD
+        self._births.append(Birth(kind, moment, module, self.step, self.micro_batch))
         return index
-
-    def _moment(self) -> str:
-        if torch._C._current_graph_task_id() != -1:
-            self._had_backward = True
-            return BACKWARD
-        return OPTIMIZER_STEP if self._had_backward and self.moment == FORWARD else self.moment
 
 
 def _in_order(events: list[int]) -> Iterator[int]:

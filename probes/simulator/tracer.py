@@ -135,6 +135,9 @@ class Tracer:
         elif self._tensors is Tensors.CONVERTED:
             message = "the model's construction reads values of tensors, so it was built for real, in host memory"
             self._note("built-for-real", message)
+        if trace.has_sparse_fakes:
+            message = "the elements of sparse gradients are not counted: leave more headroom for large embeddings"
+            self._note("sparse-gradients", message)
         if trace.is_compiled:
             message = "torch.compile was left out: compiled kernels need other memory, often less, sometimes more"
             self._note("compile-left-out", message)

@@ -14,12 +14,12 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
 
 from gradplan.probes import step
 from gradplan.probes.backwards import own_backwards
 from gradplan.probes.batches import seed_everything
-from gradplan.probes.simulator import attention, autocast
+from gradplan.probes.simulator import attention, autocast, semantics
 from gradplan.probes.simulator.building import are_fakes_left, fake_copy, fake_models, is_fake, new_mode, own_copy
 from gradplan.probes.simulator.semantics import CublasWorkspace, cuda_semantics
 from gradplan.probes.simulator.trace import (
@@ -36,6 +36,7 @@ from gradplan.probes.simulator.trace import (
 )
 from gradplan.probes.workload import Workload
 
+ROOT = "the model itself"  # its own forward, outside its children's
 COUNTERS = ("step", "mu_product")  # torch's optimizers keep them in host memory
 NUM_STEPS = 2  # optimizer state appears in the first, the second shows the steady state
 aten = torch.ops.aten
@@ -92,7 +93,7 @@ def _trace(
     setup: Setup, tensors: Tensors, host_batches: tuple[Any, Any], num_micro_batches: int, collect: Any
 ) -> Trace:
     workload, is_real = setup.workload, tensors is Tensors.REAL
-    kernels = {**autocast.KERNELS, **(attention.REAL_KERNELS if is_real else {})}
+    kernels = {**autocast.KERNELS, **semantics.KERNELS, **(attention.REAL_KERNELS if is_real else {})}
     recorder = Recorder(CublasWorkspace(setup.capability), kernels)
     model = workload.build_model() if tensors is not Tensors.FAKE else None
     mode = new_mode()
@@ -124,13 +125,19 @@ def _run(
     with optimizer_steps(recorder, optimizer):
         for number in range(1, NUM_STEPS + 1):
             recorder.step, recorder.micro_batch = number, 0
-            window = ((batch, 1 / num_micro_batches) for _ in range(num_micro_batches))
+            window = _window(batch, num_micro_batches, recorder)
             arguments = (model, optimizer, window, setup.workload.compute_loss, torch.device("cpu"))
             if setup.precision == "16-mixed":
                 step.train_window_scaled(*arguments, scaler, setup.max_grad_norm, setup.run)
             else:
                 step.train_window(*arguments, setup.precision, setup.max_grad_norm, setup.run)
             collect()
+
+
+def _window(batch: HostBatch, num_micro_batches: int, recorder: Recorder) -> Iterator[tuple[HostBatch, float]]:
+    for _ in range(num_micro_batches):
+        yield batch, 1 / num_micro_batches
+    recorder.begin_optimizer_step()  # gradients are unscaled and clipped before step() itself
 
 
 def _evaluate(setup: Setup, model: nn.Module, batch: HostBatch) -> None:
@@ -219,8 +226,8 @@ class optimizer_steps:  # noqa: N801 - reads as a statement
         for parameter in self._parameters():
             if parameter.grad is not None:
                 self._recorder.mark(parameter.grad, GRADIENTS)
-        self._recorder.modules.clear()
-        self._recorder.moment = OPTIMIZER_STEP
+                self._recorder.has_sparse_fakes |= parameter.grad.is_sparse and isinstance(parameter.grad, FakeTensor)
+        self._recorder.begin_optimizer_step()
 
     def _end(self, *_: Any) -> None:
         for group in self._optimizer.param_groups:
@@ -256,7 +263,7 @@ class optimizer_steps:  # noqa: N801 - reads as a statement
 @contextmanager
 def running_modules(model: nn.Module, recorder: Recorder) -> Iterator[None]:
     """The recorder knows inside which module's forward it is."""
-    paths = {id(module): path for path, module in model.named_modules()}
+    paths = {id(module): path or ROOT for path, module in model.named_modules()}
     original = nn.Module.__call__
 
     def _call_and_watch(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
