@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
+Bytes = Annotated[int, Field(ge=0, lt=2**63)]
 MOST_SAMPLES = 2**20  # where nothing else bounds a micro-batch
 
 Precision = Literal["32-true", "bf16-mixed", "16-mixed", "bf16-true"]
@@ -86,7 +87,7 @@ class Part(Frozen):
     """Some of the memory in use."""
 
     name: Annotated[str, AfterValidator(_printable)]
-    num_bytes: int = Field(ge=0)
+    num_bytes: Bytes
 
 
 class Anatomy(Frozen):
@@ -105,7 +106,7 @@ class Anatomy(Frozen):
     module: Annotated[str, AfterValidator(_printable)]
     parts: tuple[Part, ...]
     modules: tuple[Part, ...]
-    unused_bytes: int = Field(ge=0)
+    unused_bytes: Bytes
 
 
 class Lever(Frozen):
@@ -118,7 +119,7 @@ class Lever(Frozen):
     name: Annotated[str, AfterValidator(_printable)]
     how: Annotated[str, AfterValidator(_printable)]
     max_micro_batch_size: int = Field(ge=0)
-    required_bytes: int = Field(ge=0)
+    required_bytes: Bytes
 
 
 class Capacity(Frozen):

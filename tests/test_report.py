@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import io
+import json
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 from rich.console import Console
 
-from gradplan.plan import Goal, Plan, make_plan
+from gradplan.plan import Goal, Plan, from_json, make_plan, to_json
+from gradplan.probes.errors import GradplanError
 from gradplan.probes.evidence import Anatomy, Capacity, Device, Evidence, Lever, Notice, Part, Recipe, Trial
 from gradplan.report import describe, details, gpu_table, summary, to_text, trial_lines
 
@@ -353,3 +355,23 @@ def test_without_evidence_there_are_no_details() -> None:
 def test_both_answers_are_shown() -> None:
     trial = a_trial(27, gib=21.8).model_copy(update={"peak_reserved_bytes": int(22.1 * GIB)})
     assert row(a_plan(trial), "memory needed").endswith("for size 27; with room to spare it takes 22.1 GiB")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("unused_bytes", -5),
+        ("unused_bytes", 10**400),
+        ("moment", "nonsense"),
+        ("step", -7),
+        ("module", "\x1b]0;title"),
+        ("parts", [{"name": "activations", "num_bytes": -(10**30)}]),
+        ("modules", [{"name": "a\nb", "num_bytes": 1}]),
+    ],
+)
+def test_an_absurd_anatomy_makes_no_plan(key: str, value: Any) -> None:
+    data = json.loads(to_json(a_plan(anatomy=ANATOMY)))
+    assert from_json(json.dumps(data)).evidence.anatomy == ANATOMY
+    data["evidence"]["anatomy"][key] = value
+    with pytest.raises(GradplanError):
+        from_json(json.dumps(data))
