@@ -80,8 +80,8 @@ def show_plan(plan: Plan, as_json: bool, verbose: bool = False, with_details: bo
 
     for line in (*report.trial_lines(plan), *report.backward_lines(plan)) if verbose else ():
         say(line)
-    if verbose and not with_details:
-        say(report.to_text(report.details(plan)))
+    if verbose and not with_details and (details := report.to_text(report.details(plan))):
+        say(details.removesuffix("\n"))
     if as_json:
         write(planfile.to_json(plan).removesuffix("\n").encode())
     else:

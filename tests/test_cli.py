@@ -139,10 +139,11 @@ def test_options_reach_the_verb_with_their_units(probe: Probe) -> None:
     run("probe", "model.py")
     options = "--device t4 --memory 8GiB --headroom 2.5 --precision bf16-mixed --effective-batch 256 --base-batch 32"
     options += " --base-lr 1e-4 --world-size 4 --max-micro-batch 16"
-    run("probe", "model.py:other", *options.split())
+    run("probe", "model.py:other", "-v", *options.split())
+    usual = {"headroom_percent": 5.0, "precision": "32-true", "world_size": 1}
     nothing = dict.fromkeys(("device", "memory_bytes", "effective_batch", "base_batch", "base_lr", "max_micro_batch"))
     assert probe.calls == [
-        {"model": "model.py", **nothing, "headroom_percent": 5.0, "precision": "32-true", "world_size": 1},
+        {"model": "model.py", **nothing, **usual, "with_levers": False},
         {
             "model": "model.py:other",
             "device": "t4",
@@ -154,6 +155,7 @@ def test_options_reach_the_verb_with_their_units(probe: Probe) -> None:
             "base_lr": 1e-4,
             "world_size": 4,
             "max_micro_batch": 16,
+            "with_levers": True,
         },
     ]
 
