@@ -56,7 +56,7 @@ def trial_lines(plan: Plan) -> Iterator[str]:
     """Every trial in one line, the smallest micro-batch first."""
     for trial in sorted(plan.evidence.trials, key=lambda trial: trial.micro_batch_size):
         num_bytes = trial.needed_bytes
-        verb = "takes" if trial.required_bytes is None else "needs"
+        verb = "takes" if trial.required_bytes is None and trial.source == "replayed" else "needs"
         needs = "" if num_bytes is None else f", {verb} {format_bytes(num_bytes)}"
         verdict = "fits" if trial.fits else "does not fit"
         seconds = trial.step_seconds
