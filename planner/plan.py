@@ -126,10 +126,9 @@ def _check_steps(per_rank: int, at_most: int) -> None:
 
 
 def _largest_that_fits(recipe: Recipe, evidence: Evidence, goal: Goal) -> int:
-    largest = max((trial.micro_batch_size for trial in evidence.trials if trial.fits), default=0)
-    if largest < recipe.batch_multiple:
+    if evidence.largest_fitting < recipe.batch_multiple:
         raise DoesNotFitError(what_would_fit(recipe, evidence, goal))
-    return largest
+    return evidence.largest_fitting
 
 
 def _largest_to_accumulate(recipe: Recipe, evidence: Evidence, goal: Goal) -> int:

@@ -121,7 +121,7 @@ class Simulation:
             others=tuple(self._capacity(gpu, curve, whole, ceiling) for gpu in others) if curve else (),
             backward=self._tracer.backward or "joint",
             has_several_losses=self._workload.yields_losses,
-            backward_peaks=() if forms is None else forms.peaks(self._largest_tried()),
+            backward_peaks=() if forms is None else forms.peaks(self._largest_fitting(2 * self._unit)),
             anatomy=self._anatomy(),
             levers=self._levers(curve, num_micro_batches) if curve and (with_levers or not fits_any) else (),
             notices=(*self._tracer.notices, *self._notices),
@@ -146,8 +146,7 @@ class Simulation:
         if self._tracer.is_real:
             return ()
         levers = Levers(self._tracer, curve, self.limit_bytes, num_micro_batches, self._settings)
-        fitting = (trial.micro_batch_size for trial in self._trials.values() if trial.fits)
-        return tuple(levers.all(max(fitting, default=self._unit)))
+        return tuple(levers.all(self._largest_fitting(self._unit)))
 
     def _anatomy(self) -> Anatomy | None:
         """Of the largest size that fits, else of the smallest."""
@@ -165,9 +164,8 @@ class Simulation:
         self._tracer.backward = forms.best(self.limit_bytes, at_most)
         return forms
 
-    def _largest_tried(self) -> int:
-        fitting = (trial.micro_batch_size for trial in self._trials.values() if trial.fits)
-        return max(fitting, default=2 * self._unit)
+    def _largest_fitting(self, otherwise: int) -> int:
+        return max((trial.micro_batch_size for trial in self._trials.values() if trial.fits), default=otherwise)
 
     def _try_whole(self, per_rank: int, curve: Curve | None) -> Trial | None:
         """A trial of the whole batch at once; None where it cannot be traced, or is certain not to fit."""

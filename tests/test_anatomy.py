@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from model_files import TWO_LOSSES
 
 from gradplan.probes.simulator.anatomy import anatomy
 from gradplan.probes.simulator.trace import Birth, Trace
@@ -118,22 +119,6 @@ def test_clipping_is_no_part_of_the_forward_pass(workload: Load) -> None:
 def test_a_trace_without_births_has_no_anatomy() -> None:
     with pytest.raises(ValueError, match="how its storages came about"):
         anatomy(Trace((0, ~0), (1,)), 1)
-
-
-TWO_LOSSES = """
-import torch
-from torch import nn
-
-def build_model():
-    return nn.ModuleList(nn.Sequential(nn.Linear(64, 4096), nn.Tanh(), nn.Linear(4096, 1)) for _ in range(2))
-
-def build_batch(n):
-    return torch.ones(n, 64)
-
-def compute_loss(model, batch):
-    yield model[0](batch).mean()
-    yield model[1](batch).mean()
-"""
 
 
 def test_what_follows_a_backward_in_a_micro_batch_is_still_its_forward(workload: Load) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from model_files import TWO_LOSSES
 from torch import nn
 
 from gradplan.probes.evidence import Evidence
@@ -138,22 +139,6 @@ def test_a_lever_that_is_used_is_not_offered(workload: Load) -> None:
     job = workload(a_model(optimizer="SGD(model.parameters(), lr=lr, fused=True)"))
     names = {lever.name for lever in probed(job, with_levers=True, precision="bf16-true", settings=settings).levers}
     assert names == {"as it is", "activation checkpointing of 8 blocks"}
-
-
-TWO_LOSSES = """
-import torch
-from torch import nn
-
-def build_model():
-    return nn.ModuleList(nn.Sequential(nn.Linear(64, 4096), nn.Tanh(), nn.Linear(4096, 1)) for _ in range(2))
-
-def build_batch(n):
-    return torch.ones(n, 64)
-
-def compute_loss(model, batch):
-    yield model[0](batch).mean()
-    yield model[1](batch).mean()
-"""
 
 
 def test_levers_of_several_losses_are_of_the_form_that_is_used(workload: Load) -> None:
