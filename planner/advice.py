@@ -21,7 +21,10 @@ def what_would_fit(recipe: Recipe, evidence: Evidence, goal: Goal) -> str:
     required = None if smallest is None else smallest.required_bytes
     total = format_bytes(evidence.device.total_bytes)
     limit = f"{format_bytes(max(evidence.limit_bytes, 0))} that {evidence.device.name} can give of its {total}"
-    if required is None or required <= evidence.limit_bytes:
+    predicted = None if smallest is None else smallest.predicted_bytes
+    if required is None and predicted is not None and predicted > evidence.limit_bytes:
+        problem = f"a micro-batch of {size} does not fit: {format_bytes(predicted)} predicted, more than the {limit}"
+    elif required is None or required <= evidence.limit_bytes:
         problem = f"a micro-batch of {size} does not fit in the {limit}"
     else:
         problem = f"a micro-batch of {size} needs {format_bytes(required)}, more than the {limit}"

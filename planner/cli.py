@@ -151,12 +151,14 @@ def probe_command(
     from gradplan import files, report
 
     files.check_outputs(files.check_model(model), {"--plan": plan_path, "--script": script_path}, force=force)
-    from gradplan.verbs import probe
+    from gradplan.verbs import is_first_rank, probe
 
     folder = os.getcwd()
     with terminal.progress(quiet, verbose, say) as tell, terminal.stdout_aside(), terminal.ctrl_c_at_once(leave):
         plan = probe(model, progress=tell, with_levers=verbose, **settings)
     os.chdir(folder)  # the model's file may have left it
+    if not is_first_rank():
+        return
     show_plan(plan, as_json, verbose)
     files.write_plan(plan, plan_path, force=force)
     files.write_script(plan, script_path, force=force)

@@ -9,6 +9,7 @@ from gradplan.units import format_bytes
 
 LIMIT_REASONS = {
     "memory": "the most that fits",
+    "operator": "an operator refuses more",
     "target": "one optimizer step needs no more",
     "dataset": "the dataset has no more",
     "option": "no more was asked for",

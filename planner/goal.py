@@ -8,7 +8,7 @@ from typing import Literal
 from gradplan.probes.errors import UsageError, UserCodeError
 from gradplan.probes.evidence import Notice, Precision, Recipe
 
-Limit = Literal["memory", "target", "dataset", "option"]
+Limit = Literal["memory", "operator", "target", "dataset", "option"]
 
 
 @dataclass(frozen=True)

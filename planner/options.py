@@ -91,7 +91,9 @@ def version(show: Callable[..., None]) -> Option:
 
 
 device = click.option(
-    "--device", metavar="D", help="GPU to simulate, as in 'gradplan gpus', or cpu, which is measured; else rtx-4090"
+    "--device",
+    metavar="D",
+    help="cuda, cuda:1, xpu, mps, cpu: measured here; a name of 'gradplan gpus': simulated; else what is here",
 )
 memory = click.option(
     *("--memory", "memory_bytes"),

@@ -89,7 +89,7 @@ def make_plan(
         world_size=goal.world_size,
         effective_batch_size=effective,
         max_micro_batch_size=largest,
-        limited_by=_limit(target, is_bound, is_ended=_reaches(fits, tried_up_to)),
+        limited_by=_limit(target, evidence, is_bound, is_ended=_reaches(fits, tried_up_to)),
         base_batch_size=base,
         base_learning_rate=base_rate,
         learning_rate=None if base_rate is None else base_rate * scale,
@@ -109,11 +109,15 @@ def _reaches(size: int, tried_up_to: int | None) -> bool:
     return tried_up_to is not None and size >= tried_up_to
 
 
-def _limit(target: Target, is_bound: bool, is_ended: bool) -> Limit:
+def _limit(target: Target, evidence: Evidence, is_bound: bool, is_ended: bool) -> Limit:
     """Memory only where a larger micro-batch would have been tried and did not fit."""
     if is_bound and target.bound is not None:
         return target.bound
-    return "option" if is_ended else "memory"
+    if is_ended:
+        return "option"
+    above = [trial for trial in evidence.trials if trial.micro_batch_size > evidence.largest_fitting]
+    nearest = min(above, key=lambda trial: trial.micro_batch_size, default=None)
+    return "operator" if nearest is not None and nearest.reason == "operator limit" else "memory"
 
 
 def _check_steps(per_rank: int, at_most: int) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 
 from gradplan.planfile import Plan
 from gradplan.probes.evidence import Anatomy, Capacity, Trial
 from gradplan.units import format_bytes
 from gradplan.window import split_window
+
+SAME_SPEED = 0.97  # of the samples per second: a difference that a second measurement may turn round
 
 
 def window(plan: Plan) -> str:
@@ -28,6 +31,8 @@ def window_reason(plan: Plan) -> str:
         return f"{largest} is the largest that was tried"
     if plan.limited_by == "memory":
         return f"{largest} is the largest that fits"
+    if plan.limited_by == "operator":
+        return f"{largest} is the largest that every operator takes"
     if plan.limited_by == "option":
         return f"up to {largest} was asked for, and fits"
     return "all samples of a step fit at once"
@@ -149,6 +154,30 @@ def step_time(plan: Plan) -> tuple[str, str] | None:
         if trial.step_seconds is not None:
             return format_seconds(trial.step_seconds), f"measured with {micro_batches(trial)}"
     return None
+
+
+def throughput(plan: Plan) -> tuple[str, str] | None:
+    """Samples per second at the chosen micro-batch or else at the largest, and whether fewer at once do as well."""
+    timed = [trial for trial in plan.evidence.trials if trial.fits and trial.step_seconds]
+    chosen = next((trial for trial in _trials_of_interest(plan) if trial in timed), None)
+    if chosen is None:
+        return None
+    smaller = sorted(
+        (trial for trial in timed if trial.micro_batch_size < chosen.micro_batch_size),
+        key=lambda trial: trial.micro_batch_size,
+    )
+    if not smaller:
+        return None
+    value = f"{_samples_per_second(chosen):.3g}"
+    as_fast = [trial for trial in smaller if _samples_per_second(trial) >= SAME_SPEED * _samples_per_second(chosen)]
+    if as_fast:
+        return value, f"measured; a micro-batch of {as_fast[0].micro_batch_size} is as fast"
+    other = smaller[-1]
+    return value, f"measured; {_samples_per_second(other):.3g} with micro-batches of {other.micro_batch_size}"
+
+
+def _samples_per_second(trial: Trial) -> float:
+    return trial.micro_batch_size * trial.num_micro_batches / (trial.step_seconds or math.inf)
 
 
 def format_seconds(seconds: float) -> str:

@@ -58,7 +58,9 @@ def trial_lines(plan: Plan) -> Iterator[str]:
         num_bytes = trial.needed_bytes
         verb = "takes" if trial.required_bytes is None and trial.source == "replayed" else "needs"
         needs = "" if num_bytes is None else f", {verb} {format_bytes(num_bytes)}"
-        verdict = "fits" if trial.fits else "does not fit"
+        if trial.predicted_bytes is not None:
+            needs += f", {format_bytes(trial.predicted_bytes)} predicted"
+        verdict = "fits" if trial.fits else "does not fit" + (f" ({trial.reason})" if trial.reason else "")
         seconds = trial.step_seconds
         took = "" if seconds is None else f", {reasons.format_seconds(seconds)} for {reasons.micro_batches(trial)}"
         yield f"micro-batch of {trial.micro_batch_size}: {verdict}{needs}{took} ({trial.source})"
@@ -78,7 +80,8 @@ def backward_lines(plan: Plan) -> Iterator[str]:
 
 def next_step(plan: Plan, script_path: str) -> str:
     """The command that trains."""
-    return f"python {quoted(script_path)}{' --learning-rate X' if plan.learning_rate is None else ''}"
+    start = "python" if plan.world_size == 1 else f"torchrun --nproc-per-node {plan.world_size}"
+    return f"{start} {quoted(script_path)}{' --learning-rate X' if plan.learning_rate is None else ''}"
 
 
 def gpu_table(cards: Iterable[Card]) -> RenderableType:
@@ -119,7 +122,7 @@ def _header(plan: Plan) -> RenderableType:
 
 def _settings(plan: Plan) -> RenderableType:
     table = _grid()
-    backward, step_time = reasons.backward(plan), reasons.step_time(plan)
+    backward, step_time, speed = reasons.backward(plan), reasons.step_time(plan), reasons.throughput(plan)
     for label, value, reason in (
         ("micro-batch", reasons.window(plan), reasons.window_reason(plan)),
         ("accumulation steps", str(plan.accumulation_steps), reasons.accumulation_reason(plan)),
@@ -128,6 +131,7 @@ def _settings(plan: Plan) -> RenderableType:
         ("memory needed", *reasons.memory(plan)),
         *([("backward", *backward)] if backward else []),
         *([("step time", *step_time)] if step_time else []),
+        *([("samples per second", *speed)] if speed else []),
     ):
         table.add_row(Text(label), Text(value, "bold cyan"), Text(reason))
     return Padding(table, (0, 0, 0, 2), expand=False)

@@ -10,15 +10,16 @@ import gradplan
 from gradplan.plan import Goal, Plan, find_target, make_plan
 from gradplan.probes.errors import UsageError
 from gradplan.probes.evidence import Evidence, Notice, Precision
-from gradplan.probes.simulator.allocator_settings import AllocatorSettings, parse_settings
+from gradplan.probes.simulator.allocator_settings import settings_of_environment
 from gradplan.probes.simulator.catalogue import COMMON, find, gpus
 
 __all__ = ["gpus", "probe"]
 
 DEFAULT_GPU = "rtx-4090"
-ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-MEASURED = ("cpu",)
-NOT_YET_MEASURED = ("cuda", "xpu", "mps", "hip", "rocm")
+MEASURED = ("cpu", "cuda", "xpu", "mps")
+OTHER_NAMES = {"hip": "cuda", "rocm": "cuda"}  # as torch calls them
+INVENTED = "test:"
+WHY_SIMULATED = "no accelerator here: simulated an {name}. --device NAME simulates another; 'gradplan gpus' lists them"
 
 
 def probe(
@@ -39,8 +40,9 @@ def probe(
     """Find the largest micro-batch of ``model`` (a path, or path:builder) and plan training with it.
 
     Args:
-        device: a GPU's name as in ``gpus()``, simulated; None simulates an ``rtx-4090`` and says what other GPUs
-            could hold. "cpu" measures: real training steps in child processes.
+        device: "cuda", "cuda:1", "xpu", "mps" or "cpu", measured: real training steps in a child process. A GPU's
+            name as in ``gpus()``, simulated. ``test:FILE``, an invented one. None measures the accelerator of this
+            machine; where there is none, it simulates an ``rtx-4090`` and says what other GPUs could hold.
         memory_bytes: memory of the device instead of its own, the CUDA context being part of it. For "cpu", of the
             whole training process, instead of what is available now.
         headroom_percent: memory to leave free, 0 to below 100.
@@ -57,7 +59,7 @@ def probe(
         UsageError: no such file or device, a count that cannot be.
         DoesNotFitError: not even the smallest micro-batch fits.
     """
-    gpu = None if is_measured(device) else find(simulated_name(device))
+    gpu = None if device is None or is_measured(device) else find(device)
     if not 0 <= headroom_percent < 100:
         raise UsageError(f"headroom is a share of the memory, from 0 to below 100 percent, not {headroom_percent}")
     progress("importing torch and the model")
@@ -68,24 +70,29 @@ def probe(
     from gradplan.probes.simulate import Simulation
     from gradplan.probes.workload import load_workload
 
+    world_size = num_ranks(world_size)
     goal = Goal(effective_batch, world_size, precision, max_micro_batch)
     with settings_kept(), folder_kept() as folder:
         workload = load_workload(model, base_batch, base_lr)
         prober: Measurement | Simulation
-        if gpu is None:
-            prober = Measurement(workload, precision, memory_bytes, headroom_percent, folder, progress)
+        here = None if gpu else device_here(device) if device else accelerator_here()
+        if here is not None:
+            prober = Measurement(
+                workload, here, precision, memory_bytes, headroom_percent, world_size, folder, progress
+            )
         else:
+            gpu = gpu or find(DEFAULT_GPU)
             total_bytes = memory_bytes or gpu.total_bytes
-            settings, text = allocator_settings(total_bytes)
+            settings, text = settings_of_environment(total_bytes)
             prober = Simulation(workload, gpu, precision, memory_bytes, headroom_percent, progress, settings)
             if text:
                 message = f"simulated with PYTORCH_CUDA_ALLOC_CONF={text}: set it for train.py, too"
                 workload.notices.append(Notice(code="allocator-settings", message=message))
-        if device is None and gpu is not None:
-            workload.notices.append(Notice(code="simulated-device", message=_why_simulated(torch, gpu.name)))
+            if device is None:
+                workload.notices.append(Notice(code="simulated-device", message=WHY_SIMULATED.format(name=gpu.name)))
         recipe = prober.recipe()
         target = find_target(recipe, goal)
-        others = tuple(find(name) for name in COMMON) if device is None else ()
+        others = tuple(find(name) for name in COMMON) if device is None and here is None else ()
         evidence = prober.gather(target.per_rank, target.at_most, others, with_levers)
 
         def planned(found: Evidence) -> Plan:
@@ -108,44 +115,62 @@ def folder_kept() -> Iterator[str]:
         os.chdir(folder)
 
 
-def allocator_settings(total_bytes: int) -> tuple[AllocatorSettings, str]:
-    """What the environment asks of PyTorch's allocator on a GPU of ``total_bytes``, and the text that says so.
+def num_ranks(asked: int) -> int:
+    """As torchrun says where it started this process, else as asked for.
 
     Raises:
-        UsageError: PyTorch would refuse it.
+        UsageError: both speak, of different numbers.
     """
-    name = next((name for name in ALLOCATOR_VARIABLES if os.environ.get(name)), "")
-    text = os.environ.get(name, "")
-    try:
-        return parse_settings(text, total_bytes), text
-    except ValueError as error:
-        raise UsageError(f"the environment variable {name}: {error}") from None
+    started = int(os.environ.get("WORLD_SIZE", "1"))
+    if started > 1 and asked not in (1, started):
+        raise UsageError(f"torchrun started {started} processes, and --world-size says {asked}")
+    return max(asked, started)
 
 
-def is_measured(device: str | None) -> bool:
-    """Whether it is this machine's own, to be measured."""
-    return device is not None and device.lower() in MEASURED
+def is_first_rank() -> bool:
+    """Whether this process speaks for all that torchrun started."""
+    return int(os.environ.get("RANK", "0")) == 0
 
 
-def simulated_name(device: str | None) -> str:
-    """The catalogue name to simulate.
+def is_measured(device: str) -> bool:
+    """Whether it is this machine's own, to be measured, or one that is invented for tests."""
+    kind = device.split(":")[0].lower()
+    return kind in (*MEASURED, *OTHER_NAMES) or device.startswith(INVENTED)
+
+
+def accelerator_here() -> str | None:
+    """The accelerator of this machine, as torch calls it."""
+    import torch
+
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return None if found is None else found.type
+
+
+def device_here(device: str) -> str:
+    """That device of this machine, as torch calls it.
 
     Raises:
-        UsageError: the device would have to be measured, which this version cannot.
+        UsageError: this machine has no such device.
     """
-    if device is None:
-        return DEFAULT_GPU
-    if device.split(":")[0].lower() in NOT_YET_MEASURED:
+    if device.startswith(INVENTED):
+        from gradplan.probes.measuring.invented import read_device
+
+        read_device(device.removeprefix(INVENTED))
+        return device
+    import torch
+
+    kind, _, number = device.lower().partition(":")
+    torch_kind = OTHER_NAMES.get(kind, kind)
+    if number and not number.isdecimal():
+        raise UsageError(f"'{device}' names no device: write {kind}, or {kind}:1 for the second one")
+    if torch_kind == "cpu":
+        return "cpu"
+    is_other_build = kind in OTHER_NAMES and torch.version.hip is None
+    if accelerator_here() != torch_kind or is_other_build:
         raise UsageError(
-            f"this version of gradplan simulates GPUs and cannot measure '{device}' yet; name the GPU instead, "
-            f"for example --device {DEFAULT_GPU}: 'gradplan gpus' lists them"
+            f"no '{kind}' here that this torch ({torch.__version__}) can use. To plan for a GPU that is not here, name "
+            f"it: --device {DEFAULT_GPU}; 'gradplan gpus' lists them"
         )
-    return device
-
-
-def _why_simulated(torch: object, name: str) -> str:
-    has_accelerator = torch.accelerator.is_available()  # type: ignore[attr-defined]
-    found = (
-        "this version does not measure the accelerator of this machine" if has_accelerator else "no accelerator here"
-    )
-    return f"{found}: simulated an {name}. --device NAME simulates another; 'gradplan gpus' lists them"
+    if number and int(number) >= (num_devices := torch.accelerator.device_count()):
+        raise UsageError(f"no '{device}' here: there are {num_devices}, counted from 0")
+    return f"{torch_kind}:{int(number)}" if number else torch_kind

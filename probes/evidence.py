@@ -14,6 +14,14 @@ MOST_SAMPLES = 2**20  # where nothing else bounds a micro-batch
 
 Precision = Literal["32-true", "bf16-mixed", "16-mixed", "bf16-true"]
 Backward = Literal["joint", "sequential"]
+Reason = Literal[
+    "out of memory",
+    "operator limit",  # a kernel refuses that size, however much memory there is
+    "killed",  # by the system, as where the host's memory ran out
+    "not in time",
+    "allocator retried",  # it only fitted after the cache had been given back, which every step would repeat
+    "above the limit",  # it ran, and took more than it may
+]
 
 
 class Frozen(BaseModel):
@@ -55,7 +63,9 @@ class Trial(Frozen):
     """One micro-batch size that was tried as a full training step.
 
     ``num_micro_batches`` micro-batches per optimizer step, two optimizer steps. ``source`` says how: "traced"
-    at this size, "replayed" from smaller traces, or "measured" on the device.
+    at this size, "replayed" from smaller traces, or "measured" on the device. ``reason`` says why a measured one
+    does not fit. ``predicted_bytes`` is what a simulation said of it before anything was measured. ``step_seconds``
+    is the median of steps after the first.
     """
 
     micro_batch_size: int = Field(ge=1)
@@ -66,6 +76,8 @@ class Trial(Frozen):
     peak_reserved_bytes: int | None = None
     required_bytes: int | None = None
     step_seconds: float | None = None
+    reason: Reason | None = None
+    predicted_bytes: Bytes | None = None
 
     @property
     def needed_bytes(self) -> int | None:

@@ -6,7 +6,9 @@ from collections.abc import Callable
 
 from gradplan.probes.evidence import MOST_SAMPLES, Notice
 
-__all__ = ["MOST_SAMPLES", "end_notices", "largest"]
+__all__ = ["MOST_SAMPLES", "close_in", "end_notices", "largest"]
+
+STRIDE_FACTOR = 4
 
 
 def largest(
@@ -76,6 +78,47 @@ def _bisect(fits: Callable[[int], bool], fitting: int, failing: int) -> int:
             fitting = middle
         else:
             failing = middle
+    return fitting
+
+
+def close_in(
+    fits: Callable[[int], bool],
+    guess: Callable[[], int | None],
+    *,
+    at_most: int,
+    multiple: int = 1,
+    grain: Callable[[], int] = lambda: 1,
+) -> int:
+    """As ``largest``, by guesses that may get better with every trial; both the answer and what does not fit are tried.
+
+    ``guess`` gives a size, or None where nobody knows. ``fits`` may know the answer without a trial. The search ends
+    when no size that fails is further than ``grain()`` above one that fits, or when ``at_most`` fits.
+
+    Trials: without a guess at most 2 log2(max(1, L)) + 3 for an answer of L multiples. With one, where it is right,
+    two; from there on steps of growing length, then bisection.
+    """
+    top = at_most // multiple * multiple
+    fitting, failing, stride = 0, None, 1
+    while fitting < top:
+        unit = max(1, grain() // multiple) * multiple
+        if failing is not None and failing - fitting <= unit:
+            break
+        beyond = top + multiple if failing is None else failing
+        wanted = guess()
+        if wanted is None:
+            candidate = 2 * fitting if failing is None else (fitting + failing) // 2
+        elif fitting < wanted < beyond:
+            candidate, stride = wanted, 1
+        else:  # it says that nothing between them is the answer
+            candidate = fitting + stride * unit if wanted <= fitting else beyond - stride * unit
+            stride *= STRIDE_FACTOR
+            if failing is not None and not fitting < candidate < failing:
+                candidate = (fitting + failing) // 2
+        candidate = max(fitting + unit, min(candidate // unit * unit, top))
+        if fits(candidate):
+            fitting = candidate
+        else:
+            failing = candidate
     return fitting
 
 

@@ -1,4 +1,4 @@
-"""What PYTORCH_CUDA_ALLOC_CONF (PYTORCH_ALLOC_CONF) changes about memory. Standard library only.
+"""What PYTORCH_CUDA_ALLOC_CONF (PYTORCH_ALLOC_CONF) changes about memory. Without torch.
 
 Options, bounds and rules are those of c10/core/AllocatorConfig.cpp, c10/cuda/CUDAAllocatorConfig.h and
 c10/cuda/CUDACachingAllocator.cpp of torch 2.13. Older releases know fewer options, and read ``>`` in a list of
@@ -7,11 +7,15 @@ divisions as beginning at the last interval that is named, not after it.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from gradplan.probes.errors import UsageError
+
+VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 MIB = 2**20
 MIN_BLOCK_BYTES = 512
 MAX_SMALL_BYTES = 1 * MIB
@@ -102,6 +106,20 @@ DEFAULT_SETTINGS = AllocatorSettings()
 def round_up(num_bytes: int, multiple: int) -> int:
     """The smallest multiple of ``multiple`` that is at least ``num_bytes``."""
     return -(-num_bytes // multiple) * multiple
+
+
+def settings_of_environment(device_bytes: int) -> tuple[AllocatorSettings, str]:
+    """What the environment asks of PyTorch's allocator on a device of ``device_bytes``, and the text that says so.
+
+    Raises:
+        UsageError: PyTorch would refuse it.
+    """
+    name = next((name for name in VARIABLES if os.environ.get(name)), "")
+    text = os.environ.get(name, "")
+    try:
+        return parse_settings(text, device_bytes), text
+    except ValueError as error:
+        raise UsageError(f"the environment variable {name}: {error}") from None
 
 
 def parse_settings(text: str, device_bytes: int | None = None) -> AllocatorSettings:

@@ -34,9 +34,10 @@ class Curve:
         bases = tuple(size - slope * at[0] for size, slope in zip(small.sizes, slopes, strict=True))
         return cls(small.events, bases, slopes, large.births)
 
-    def at(self, micro_batch_size: int) -> Trace:
-        """The predicted trace; no storage shrinks below zero."""
-        sizes = (max(0, round(b + micro_batch_size * s)) for b, s in zip(self.bases, self.slopes, strict=True))
+    def at(self, micro_batch_size: int, growth: float = 1.0) -> Trace:
+        """The predicted trace, with slopes ``growth`` times as large; no storage shrinks below zero."""
+        samples = micro_batch_size * growth
+        sizes = (max(0, round(b + samples * s)) for b, s in zip(self.bases, self.slopes, strict=True))
         return Trace(self.events, tuple(sizes), self.births)
 
     def largest(

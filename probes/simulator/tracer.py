@@ -25,11 +25,13 @@ from gradplan.probes.simulator.training import Setup, Tensors, trace_training
 class Tracer:
     """Traces one workload. Fake tensors first; then a model built for real; then real steps on the CPU.
 
-    What fails on real tensors too is the user's error. ``notices`` says when real steps were needed.
+    What fails on real tensors too is the user's error. ``notices`` says when real steps were needed; without
+    ``may_be_real`` they are not taken.
     """
 
-    def __init__(self, setup: Setup, progress: Callable[[str], None]) -> None:
+    def __init__(self, setup: Setup, progress: Callable[[str], None], may_be_real: bool = True) -> None:
         self.setup = setup
+        self._may_be_real = may_be_real
         self.notices: list[Notice] = []
         self.backward: Backward | None = None
         self._progress = progress
@@ -150,6 +152,8 @@ class Tracer:
             raise theirs from error
         kinds = list(Tensors)
         self._tensors = kinds[kinds.index(self._tensors) + 1]
+        if self.is_real and not self._may_be_real:
+            raise theirs from error
         num_copies = 4 if self.is_real else 1  # real steps make gradients and two moments as well
         if self._parameter_bytes() * num_copies > psutil.virtual_memory().available // 2:
             raise theirs from error
