@@ -141,6 +141,7 @@ def probe_command(
     as_json: bool,
     quiet: bool,
     verbose: bool,
+    tune: int,
     **settings: Any,
 ) -> None:
     """Find what fits, plan, and write gradplan.json and train.py.
@@ -151,11 +152,16 @@ def probe_command(
     from gradplan import files, report
 
     files.check_outputs(files.check_model(model), {"--plan": plan_path, "--script": script_path}, force=force)
-    from gradplan.verbs import is_first_rank, probe
+    from gradplan.verbs import is_first_rank, is_trained_on, probe
 
     folder = os.getcwd()
     with terminal.progress(quiet, verbose, say) as tell, terminal.stdout_aside(), terminal.ctrl_c_at_once(leave):
         plan = probe(model, progress=tell, with_levers=verbose, **settings)
+        if tune and is_first_rank():
+            from gradplan.tuning import tune as tune_plan
+
+            device = settings["device"] if is_trained_on(settings["device"]) else None
+            plan = tune_plan(plan, plan_path=plan_path, num_trials=tune, device=device, progress=tell)
     os.chdir(folder)  # the model's file may have left it
     if not is_first_rank():
         return
@@ -188,6 +194,40 @@ def plan_command(
     say_what_is_next(plan, path, f"gradplan script {advice.quoted(path)}", as_json, quiet)
 
 
+@main.command("tune")
+@click.argument("plan_path", metavar="PLAN")
+@options.for_tune
+def tune_command(
+    plan_path: str,
+    new_plan_path: str | None,
+    trials: int,
+    workers: int,
+    seeds: int,
+    force: bool,
+    as_json: bool,
+    quiet: bool,
+    **settings: Any,
+) -> None:
+    """Search the learning-rate multiplier around the rule's value.
+
+    Each trial is a complete, shorter run of train.py. The best multiplier and 1 are then run again on fresh seeds, and
+    the multiplier is taken only if these say that it is better. A study that was stopped goes on; several machines may
+    share one through --storage.
+    """
+    from gradplan import advice, files
+    from gradplan.tuning import tune
+
+    before = files.read_plan(plan_path)
+    path = new_plan_path or plan_path
+    files.check_outputs(files.find_model(before, plan_path), {"--plan": path}, force=force)
+    numbers: dict[str, Any] = {"num_trials": trials, "num_workers": workers, "num_seeds": seeds}
+    with terminal.progress(quiet, False, say) as tell, terminal.stdout_aside(), terminal.ctrl_c_at_once(leave):
+        plan = tune(before, plan_path=plan_path, progress=tell, **numbers, **settings)
+    show_plan(plan, as_json)
+    files.write_plan(plan, path, force=force)
+    say_what_is_next(plan, path, f"gradplan script {advice.quoted(path)}", as_json, quiet)
+
+
 @main.command("script")
 @click.argument("plan_path", metavar="PLAN")
 @options.script_path
@@ -210,16 +250,23 @@ def script_command(plan_path: str, script_path: str, parts: tuple[str, ...] | No
 @main.command("show")
 @click.argument("plan_path", metavar="PLAN")
 @options.trainer
+@options.page_path
+@options.force_at_page
 @options.as_json
 @options.verbose
-def show_command(plan_path: str, trainer: str | None, as_json: bool, verbose: bool) -> None:
-    """Read a plan, or give another trainer's arguments."""
+def show_command(
+    plan_path: str, trainer: str | None, page_path: str | None, force: bool, as_json: bool, verbose: bool
+) -> None:
+    """Read a plan: as text, as a page, or as another trainer's arguments."""
     from gradplan import files, trainers
 
-    if trainer and (as_json or verbose):
-        raise click.UsageError("--for stands alone, without --json and -v", click.get_current_context())
+    if trainer and (as_json or verbose or page_path):
+        raise click.UsageError("--for stands alone, without --page, --json and -v", click.get_current_context())
     plan = files.read_plan(plan_path)
-    if trainer:
+    if page_path:
+        files.write_page(plan, page_path, force=force, plan_path=plan_path)
+        say(f"wrote {page_path}")
+    elif trainer:
         arguments = trainers.arguments_for(plan, trainer)
         write(arguments.text.removesuffix("\n"))
         say_notes(() if arguments.has_comments else arguments.notes)

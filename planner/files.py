@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
+from gradplan import page as page_files
 from gradplan import plan as plan_files
 from gradplan import script as script_files
 from gradplan.plan import Plan, to_json
@@ -53,6 +54,19 @@ def write_script(
         raise UsageError(f"{path} is the model's own file; write the script elsewhere")
     check_output(path, force=force)
     write_atomically(path, script_files.render(plan, Path(path), model, parts))
+
+
+def write_page(plan: Plan, path: str | Path, *, force: bool = False, plan_path: str | Path | None = None) -> None:
+    """Write the plan as an HTML page that stands alone.
+
+    Raises:
+        UsageError: as ``check_output``, or ``path`` is the plan's own file.
+        GradplanError: the file cannot be written after all.
+    """
+    if plan_path is not None and is_same_file(path, plan_path):
+        raise UsageError(f"{path} is the plan's own file; write the page elsewhere")
+    check_output(path, force=force)
+    write_atomically(path, page_files.render(plan))
 
 
 def find_model(plan: Plan, plan_path: str | Path | None = None) -> Path:
@@ -182,12 +196,12 @@ def _check_folder(path: str | Path, folder: Path) -> None:
 def is_ours(path: str | Path) -> bool:
     """Whether gradplan wrote this file and nobody changed it since: the hash in it says so."""
     text = _read(path)
-    return script_files.is_untouched(text) or plan_files.is_untouched(text)
+    return any(kind.is_untouched(text) for kind in (script_files, plan_files, page_files))
 
 
 def _why_kept(path: Path) -> str:
     text = _read(path)
-    if text.startswith("# gradplan wrote ") or '"gradplan_version"' in text:
+    if text.startswith(("# gradplan wrote ", "<!-- gradplan wrote ")) or '"gradplan_version"' in text:
         return "was edited since gradplan wrote it"
     return "is there already, and gradplan did not write it"
 

@@ -38,6 +38,10 @@ def as_count(text: str) -> int:
     return int(text)
 
 
+def as_count_or_none(text: str) -> int:
+    return 0 if text == "0" else as_count(text)
+
+
 def as_number(text: str) -> float:
     try:
         number = float(text)
@@ -127,6 +131,32 @@ max_micro_batch = _count("--max-micro-batch", "look no further than this")
 kept_effective_batch = _count("--effective-batch", "samples that one optimizer step sees; else as in PLAN")
 kept_world_size = _count("--world-size", "data-parallel ranks; else as in PLAN")
 kept_max_micro_batch = _count("--max-micro-batch", "no micro-batch is larger; else as in PLAN")
+tune = click.option(
+    "--tune",
+    metavar="N",
+    callback=checked(as_count_or_none),
+    default="0",
+    help="trials of the learning rate after planning, as 'gradplan tune' does",
+)
+trials = _count("--trials", "trials in all, over everybody who shares the study", default="10")
+horizon = click.option(
+    "--horizon",
+    metavar="X",
+    callback=checked(as_number),
+    default="0.25",
+    help="length of each run, as a share of the real training's",
+)
+epochs = _count("--epochs", "of the real training; else 1, or 100 steps without a dataset")
+max_steps = _count("--max-steps", "optimizer steps of the real training")
+run_device = click.option("--device", metavar="D", help="to train on: cuda, cuda:1, xpu, mps, cpu; else what is here")
+storage = click.option(
+    "--storage", metavar="WHERE", help="of the study: a database's URL, or a journal file; else beside PLAN"
+)
+study = click.option("--study", metavar="NAME", default="gradplan", help="its name in the storage")
+workers = _count("--workers", "runs at a time", default="1")
+seeds = _count("--seeds", "pairs of runs that the verdict is from, at least 5", default="5")
+seed = click.option("--seed", type=int, metavar="N", default=0, help="of the runs and of the search")
+page_path = click.option("--page", "page_path", metavar="PATH", help="write an HTML page instead, with Optuna's plots")
 plan_path = click.option("--plan", "plan_path", metavar="PATH", default="gradplan.json", help="where to write the plan")
 script_path = click.option(
     "--script", "script_path", metavar="PATH", default="train.py", help="where to write the script"
@@ -140,6 +170,7 @@ parts = click.option(
 )
 trainer = click.option("--for", "trainer", metavar="TRAINER", type=click.Choice(TRAINERS), help=", ".join(TRAINERS))
 force = _flag("--force", help="overwrite a file that is not gradplan's, or was edited")
+force_at_page = _flag("--force", help="overwrite a page that is not gradplan's, or was edited")
 force_at_path = _flag("--force", help="overwrite the file at PATH")
 as_json = _flag("--json", "as_json", help="JSON on standard output, and nothing else there")
 quiet = click.option("-q", "--quiet", is_flag=True, is_eager=True, help="less on standard error")
@@ -147,10 +178,14 @@ verbose = click.option("-v", "--verbose", is_flag=True, callback=not_with_quiet,
 
 recipe = together(base_batch, base_lr)
 for_probe = together(
-    *(device, memory, headroom, precision, effective_batch, recipe, world_size, max_micro_batch),
+    *(device, memory, headroom, precision, effective_batch, recipe, world_size, max_micro_batch, tune),
     *(plan_path, script_path, force, as_json, quiet, verbose),
 )
 for_plan = together(
     *(kept_effective_batch, recipe, kept_world_size, kept_max_micro_batch),
+    *(new_plan_path, force, as_json, quiet),
+)
+for_tune = together(
+    *(trials, horizon, epochs, max_steps, run_device, storage, study, workers, seeds, seed),
     *(new_plan_path, force, as_json, quiet),
 )

@@ -14,6 +14,7 @@ from gradplan.goal import Limit
 from gradplan.probes.errors import GradplanError
 from gradplan.probes.evidence import Backward, Evidence, Frozen, Notice, Precision, Recipe
 from gradplan.scaling import Confidence
+from gradplan.verdict import Tuning
 
 SCHEMA = 1
 
@@ -65,6 +66,7 @@ class Plan(Frozen):
     recipe: Recipe
     asked: Asked = Asked()
     tried_up_to: Count | None = None
+    tuning: Tuning | None = None
 
     @model_validator(mode="after")
     def _agrees_with_itself(self) -> Plan:

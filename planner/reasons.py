@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Iterator
 
+from gradplan import verdict
 from gradplan.planfile import Plan
 from gradplan.probes.evidence import Anatomy, Capacity, Trial
 from gradplan.units import format_bytes
@@ -131,6 +132,14 @@ def anatomy_rows(anatomy: Anatomy) -> Iterator[tuple[str, int, bool]]:
 
 def how(plan: Plan) -> str:
     return "predicted" if plan.evidence.kind == "simulated" else "measured"
+
+
+def tuning(plan: Plan) -> tuple[str, str] | None:
+    """What became of the multiplier that was searched for."""
+    if plan.tuning is None:
+        return None
+    found = plan.tuning.verdict
+    return f"x {found.multiplier:.3g}" if found.is_adopted else "keep 1", verdict.sentence(plan.tuning)
 
 
 def backward(plan: Plan) -> tuple[str, str] | None:

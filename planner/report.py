@@ -120,19 +120,27 @@ def _header(plan: Plan) -> RenderableType:
     return Group(model, Text(f"{device.name} with {format_bytes(device.total_bytes)}, {plan.evidence.kind}"))
 
 
-def _settings(plan: Plan) -> RenderableType:
-    table = _grid()
-    backward, step_time, speed = reasons.backward(plan), reasons.step_time(plan), reasons.throughput(plan)
-    for label, value, reason in (
+def setting_rows(plan: Plan) -> list[tuple[str, str, str]]:
+    """(what, how much, why) for each setting."""
+    optional = {
+        "tuning": reasons.tuning(plan),
+        "backward": reasons.backward(plan),
+        "step time": reasons.step_time(plan),
+        "samples per second": reasons.throughput(plan),
+    }
+    return [
         ("micro-batch", reasons.window(plan), reasons.window_reason(plan)),
         ("accumulation steps", str(plan.accumulation_steps), reasons.accumulation_reason(plan)),
         ("effective batch", str(plan.effective_batch_size), reasons.batch_reason(plan)),
         ("learning rate", reasons.learning_rate(plan), reasons.learning_rate_reason(plan)),
         ("memory needed", *reasons.memory(plan)),
-        *([("backward", *backward)] if backward else []),
-        *([("step time", *step_time)] if step_time else []),
-        *([("samples per second", *speed)] if speed else []),
-    ):
+        *((label, *row) for label, row in optional.items() if row is not None),
+    ]
+
+
+def _settings(plan: Plan) -> RenderableType:
+    table = _grid()
+    for label, value, reason in setting_rows(plan):
         table.add_row(Text(label), Text(value, "bold cyan"), Text(reason))
     return Padding(table, (0, 0, 0, 2), expand=False)
 

@@ -138,6 +138,11 @@ def is_measured(device: str) -> bool:
     return kind in (*MEASURED, *OTHER_NAMES) or device.startswith(INVENTED)
 
 
+def is_trained_on(device: str | None) -> bool:
+    """Whether train.py can be run on that device here."""
+    return device is not None and is_measured(device) and not device.startswith(INVENTED)
+
+
 def accelerator_here() -> str | None:
     """The accelerator of this machine, as torch calls it."""
     import torch

@@ -168,6 +168,20 @@ class Evidence(Frozen):
         return max((trial.micro_batch_size for trial in self.trials if trial.fits), default=0)
 
 
+class TuningTrial(Frozen):
+    """A complete short run with ``multiplier`` times the planned learning rate.
+
+    ``value`` is the loss that is compared, None where it diverged. ``seed`` is that of a run made to check a finding;
+    the search itself gives all its runs one seed.
+    """
+
+    number: int = Field(ge=0)
+    multiplier: float = Field(gt=0)
+    seed: int | None = None
+    value: float | None
+    seconds: float | None = None
+
+
 class Recipe(Frozen):
     """What model.py says about itself: the part of a workload that the planner reads.
 

@@ -59,9 +59,10 @@ class SizeSearch:
         """The largest size that fits, 0 where none does."""
         first, *others = self._scouts(at_most)
         self._begin(first)
+        if self._foreseen and not others and not self.trials[first].fits:
+            others = self._below(first)
         for size in others:
-            if self.trials[first].fits:
-                first = size
+            if self._foreseen or self.trials[first].fits:
                 self._try(size)
 
         def guess() -> int | None:
@@ -89,11 +90,15 @@ class SizeSearch:
         if wanted is None:
             sizes = [2 * self._unit, 4 * self._unit]
         elif wanted == at_most and (self._foreseen_bytes(at_most) or math.inf) <= ROOMY * self.limit_bytes:
-            sizes = [at_most]
+            return [at_most]
         else:
-            sizes = [wanted // 4, wanted // 2]
-        rounded = (max(self._unit, size // self._unit * self._unit) for size in sizes)
-        return sorted({min(size, at_most) for size in rounded})
+            return self._below(wanted)
+        return sorted({min(size, at_most) for size in sizes})
+
+    def _below(self, size: int) -> list[int]:
+        """A quarter and a half of it; one alone may fail where a larger size does not, and many models refuse 1."""
+        least = min(2 * self._unit, size)
+        return sorted({max(least, part // self._unit * self._unit) for part in (size // 4, size // 2)})
 
     def _grain(self) -> int:
         """The step of the search: on the CPU no finer than measurements are, and than a 64th of the answer."""
@@ -104,12 +109,13 @@ class SizeSearch:
         return max(self._unit, math.floor(min(hint / 64, GRAIN_BYTES / slope if slope else math.inf)))
 
     def _fits(self, size: int) -> bool:
-        """As tried, or as it follows from a smaller size that does not fit or a larger one that does."""
+        """As tried, or as it follows from a larger size that fits, or from one below it and above all that fit."""
         if size in self.trials:
             return self.trials[size].fits
         if any(known > size and trial.fits for known, trial in self.trials.items() if known != self._per_rank):
             return True
-        if any(known < size and not trial.fits for known, trial in self.trials.items()):
+        fitting = max((known for known, trial in self.trials.items() if trial.fits), default=0)
+        if any(fitting < known < size for known in self.trials):
             return False
         return self._try(size).fits
 

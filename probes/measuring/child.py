@@ -10,27 +10,40 @@ import subprocess
 import sys
 import threading
 import time
+from typing import Protocol
 
 import psutil
 
-from gradplan.probes.measuring.messages import MESSAGES, Hello, Job, Report, Start
+from gradplan.probes.evidence import Frozen
+from gradplan.probes.measuring.messages import MESSAGES, Hello, Report
 
 POLL_SECONDS = 0.02
+WORKER = "gradplan.probes.measuring.worker"
 DIED = "{model} ended its process without an exception ({how}) during {what}; what it said last stands above"
 
 
+class Task(Protocol):
+    """What a worker is asked to do: a pydantic model that can say it in words."""
+
+    @property
+    def what(self) -> str: ...
+
+    def model_dump_json(self) -> str: ...
+
+
 class Child:
-    """A new process with one model on one device, started in ``folder``.
+    """A new process that runs a user's model, started in ``folder``; ``worker`` is the module that it is.
 
     Where ``most_resident_bytes`` is given, it is killed when all of it holds more than that in RAM.
     """
 
-    def __init__(self, start: Start, folder: str, most_resident_bytes: int | None = None) -> None:
-        self._model = start.model
+    def __init__(
+        self, start: Frozen, folder: str, most_resident_bytes: int | None = None, worker: str = WORKER
+    ) -> None:
         self._most_resident_bytes = most_resident_bytes
         safe_path = ["-P"] if sys.version_info >= (3, 11) else []  # the working folder's files shadow no library
         self._process = subprocess.Popen(
-            [sys.executable, *safe_path, "-m", "gradplan.probes.measuring.worker", start.model_dump_json()],
+            [sys.executable, *safe_path, "-m", worker, start.model_dump_json()],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             cwd=folder,
@@ -43,16 +56,16 @@ class Child:
     def hello(self, seconds: float | None = None) -> Hello | Report:
         """Its greeting, or a report that says why there is none."""
         if self._hello is None:
-            self._hello = self._next("importing it", seconds)
+            self._hello = self._next("importing the model's file", seconds)
         return self._hello
 
-    def run(self, job: Job, seconds: float | None = None) -> Report:
+    def run(self, job: Task, seconds: float | None = None) -> Report:
         """What it reports of a job, or how it ended before it could. It is not to be used after ``seconds``."""
         if self._process.stdin is not None:
             with contextlib.suppress(OSError):  # it is gone, which is seen next
                 self._process.stdin.write(job.model_dump_json().encode() + b"\n")
                 self._process.stdin.flush()
-        message = self._next(f"a training step with a micro-batch of {job.micro_batch_size}", seconds)
+        message = self._next(job.what, seconds)
         assert isinstance(message, Report)
         return message
 
@@ -95,7 +108,7 @@ class Child:
         code = self._process.returncode
         if code == -9:
             return Report(reason="killed")
-        return Report(error=DIED.format(model=self._model, how=_how_it_ended(code), what=what))
+        return Report(error=DIED.format(how=_how_it_ended(code), what=what))
 
     def _outgrows(self) -> bool:
         if self._most_resident_bytes is None:

@@ -56,6 +56,11 @@ class Job(Frozen):
     num_micro_batches: int
     num_in_window: int
 
+    @property
+    def what(self) -> str:
+        """What is being done, in words."""
+        return f"a training step with a micro-batch of {self.micro_batch_size}"
+
 
 class Report(Frozen):
     """How a job went.
@@ -65,7 +70,8 @@ class Report(Frozen):
     ``peak_allocated_bytes`` and ``peak_reserved_bytes`` are beside the context; None where nobody counts them.
     ``num_retries``: how often the allocator gave its cache back to find room. ``step_seconds`` is the median step after
     the first. ``leftover_bytes`` are still in use beyond the model, when all that belongs to the job is gone.
-    ``trained`` are the parameters that got a gradient, ``own_backwards`` how many the user's code ran.
+    ``trained`` are the parameters that got a gradient, ``own_backwards`` how many the user's code ran. Of a tuning run
+    there is ``value``, the loss that is compared, unless it ``has_diverged``.
     """
 
     kind: Literal["report"] = "report"
@@ -83,6 +89,8 @@ class Report(Frozen):
     own_backwards: int = 0
     is_exact_loss_by_loss: bool = True
     notices: tuple[Notice, ...] = ()
+    value: float | None = None
+    has_diverged: bool = False
 
 
 Message = Annotated[Hello | Report, Field(discriminator="kind")]

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 
 from gradplan.probes.errors import GradplanError, UserCodeError
+from gradplan.probes.evidence import Frozen
 from gradplan.probes.loading import describe
 from gradplan.probes.measuring.device_memory import DeviceMemory, open_device
 from gradplan.probes.measuring.failures import Failure, failure_of
@@ -27,13 +30,18 @@ from gradplan.probes.workload import Workload, load_workload
 def main() -> None:
     """Be the process that the first argument describes."""
     start = Start.model_validate_json(sys.argv[1])
+    talk(start.parent_pid, partial(serve, start))
+
+
+def talk(parent_pid: int, serve: Callable[[Iterable[str]], Iterator[Frozen]]) -> NoReturn:
+    """Hand on what comes in and what ``serve`` makes of it, and end with the parent or with the last message."""
     jobs, out = os.dup(0), os.dup(1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
-    die_with(start.parent_pid)
+    die_with(parent_pid)
     die_first()
     with open(jobs, encoding="utf-8") as lines, open(out, "w", encoding="utf-8") as pipe:
-        for message in serve(start, lines):
+        for message in serve(lines):
             pipe.write(message.model_dump_json() + "\n")
             pipe.flush()
     sys.stderr.flush()
@@ -58,7 +66,7 @@ def serve(start: Start, jobs: Iterable[str]) -> Iterator[Hello | Report]:
         try:
             report = trainee.train(job) if job.task == "train" else check(workload, memory)
         except BaseException as error:
-            report = failed(error, f"a training step with a micro-batch of {job.micro_batch_size}")
+            report = failed(error, job.what)
         yield report
         if report.reason is not None or report.error is not None:
             return
