@@ -18,7 +18,7 @@ from gradplan.files import find_model
 from gradplan.planfile import Plan
 from gradplan.probes.errors import UsageError
 from gradplan.probes.evidence import Notice
-from gradplan.verdict import FEWEST_PAIRS, Tuning, best_multiplier, judge
+from gradplan.verdict import FEWEST_PAIRS, Tuning, best_multiplier, is_too_fine, judge
 
 if TYPE_CHECKING:
     from gradplan.probes.tuning.ledger import Ledger
@@ -116,7 +116,8 @@ def tune(
             trials = search_multiplier(ledger, runners, make_run, num_trials, seed, heard)
             best = best_multiplier(trials)
             seeds = range(seed + 1, seed + 1 + num_seeds)
-            pairs = [{"multiplier": one, "seed": s} for s in seeds for one in (1.0, best)] if best != 1 else []
+            is_settled = is_too_fine(best, length.num_steps, length.num_real_steps)
+            pairs = [] if is_settled else [{"multiplier": one, "seed": s} for s in seeds for one in (1.0, best)]
             checks_ledger = Ledger(opened, f"{study}-checks-{best:.6g}", identity) if pairs else ledger
             heard = _Progress("check", len(pairs), len(checks_ledger.done()), num_workers, progress)
             checks = run_pairs(checks_ledger, runners, make_run, pairs, heard) if pairs else ()

@@ -17,7 +17,7 @@ from types import ModuleType
 from gradplan.probes.errors import GradplanError, UsageError, UserCodeError
 
 _PROBES = Path(__file__).parent
-_OUR_FOLDERS = (_PROBES, _PROBES / "simulator")
+_OUR_FOLDERS = (_PROBES, _PROBES / "measuring", _PROBES / "simulator", _PROBES / "tuning")
 # Under the user's call, but there only because gradplan imports files and fakes tensors.
 _MACHINERY = re.compile(
     r"<frozen importlib|/torch/(_subclasses/|utils/_stats\.py|_compile\.py|_ops\.py|_dynamo/eval_frame\.py)"

@@ -20,9 +20,9 @@ from gradplan.probes.simulator.training import Setup
 from gradplan.probes.size_search import SizeSearch
 from gradplan.probes.workload import Workload
 
-NOTHING_FITS = (
-    "nothing fits: of {memory:.0f} MiB, Python, torch and {model} with its data take {context}. Take more memory"
-)
+NOTHING_FITS = "nothing fits: of {memory:.0f} MiB, {holders} take {context}. Take more memory"
+ON_THE_CPU = "Python, torch and {model} with its data"
+ON_AN_ACCELERATOR = "the driver, and whatever else uses the device,"
 NOT_ENFORCED = (
     "this system does not limit a process's memory: trials were watched instead, and an allocation that is far too "
     "large may get through before one is stopped"
@@ -118,7 +118,12 @@ class Measurement:
             backward=search.backward,
             backward_peaks=peaks,
             has_several_losses=search.has_several_losses,
-            notices=(*self._notices, *search.notices, *end_notices(best), *processes.notices),
+            notices=(
+                *self._notices,
+                *search.notices,
+                *end_notices(best, self._workload.batch_multiple),
+                *processes.notices,
+            ),
         )
 
     def _open(self, processes: Trials) -> Hello:
@@ -126,9 +131,10 @@ class Measurement:
         self._progress("opening the device")
         hello = processes.hello()
         if hello is None:
-            raise self._nothing_fits("more")
+            raise self._nothing_fits(self._start.memory_bytes or 0, "more")
         if hello.limit_bytes == 0:
-            raise self._nothing_fits(f"{hello.context_bytes / 2**20:.0f} MiB")
+            context = f"{hello.context_bytes / 2**20:.0f} MiB" if self._is_host else "all"
+            raise self._nothing_fits(hello.device.total_bytes, context)
         if not hello.has_peaks:
             self._note("peaks-unknown", NO_PEAKS)
         if self._is_host and not IS_LIMIT_ENFORCED:
@@ -149,9 +155,9 @@ class Measurement:
     def _note(self, code: str, message: str) -> None:
         self._notices.append(Notice(code=code, message=message))
 
-    def _nothing_fits(self, context: str) -> DoesNotFitError:
-        memory = (self._start.memory_bytes or 0) / 2**20
-        return DoesNotFitError(NOTHING_FITS.format(memory=memory, model=self._workload.path.name, context=context))
+    def _nothing_fits(self, total_bytes: int, context: str) -> DoesNotFitError:
+        holders = (ON_THE_CPU if self._is_host else ON_AN_ACCELERATOR).format(model=self._workload.path.name)
+        return DoesNotFitError(NOTHING_FITS.format(memory=total_bytes / 2**20, holders=holders, context=context))
 
 
 def compare_forms(search: SizeSearch, size: int) -> tuple[BackwardPeak, ...]:

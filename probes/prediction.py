@@ -20,8 +20,8 @@ from gradplan.probes.simulator.tracer import Tracer
 
 MOST_GROWTH = 32  # a line through two sizes is not followed further than this many times the larger
 APART = 0.9  # two sizes that are nearer say little about what a sample needs
-GROWTHS = (0.25, 4.0)
-HALVINGS = 22
+GROWTHS = (1e-4, 1e4)
+HALVINGS = 28  # of its logarithm: a ten-millionth is left
 
 
 class Line:
@@ -53,7 +53,7 @@ class Line:
         slope = self.bytes_per_sample
         meets = min(most, high + (limit_bytes - high_bytes) / slope) if slope else most
         if meets >= self._failed:
-            meets = max((self._failed + known) / 2 for known in self._measured if known < self._failed or known == 1)
+            meets = (self._failed + max((known for known in self._measured if known < self._failed), default=0)) / 2
         return max(1, math.floor(meets / multiple)) * multiple
 
     def _two_largest(self) -> list[tuple[int, int]]:
@@ -110,9 +110,9 @@ class Corrected:
         if not excess(below) < 0 < excess(above):
             return self._growth
         for _ in range(HALVINGS):
-            middle = (below + above) / 2
+            middle = math.sqrt(below * above)
             below, above = (middle, above) if excess(middle) < 0 else (below, middle)
-        return (below + above) / 2
+        return math.sqrt(below * above)
 
 
 def foresee(

@@ -98,7 +98,7 @@ def close_in(
     two; from there on steps of growing length, then bisection.
     """
     top = at_most // multiple * multiple
-    fitting, failing, stride = 0, None, 1
+    fitting, failing, stride, num_raised, was_above = 0, None, 1, 0, False
     while fitting < top:
         unit = max(1, grain() // multiple) * multiple
         if failing is not None and failing - fitting <= unit:
@@ -107,24 +107,27 @@ def close_in(
         wanted = guess()
         if wanted is None:
             candidate = 2 * fitting if failing is None else (fitting + failing) // 2
-        elif fitting < wanted < beyond:
-            candidate, stride = wanted, 1
+        elif fitting < wanted < beyond:  # and further each time that it was too low again
+            candidate = max(wanted, fitting + 2**num_raised // 4 * unit)
+            stride = 1
         else:  # it says that nothing between them is the answer
-            candidate = fitting + stride * unit if wanted <= fitting else beyond - stride * unit
+            stride = 1 if was_above != (wanted >= beyond) else stride
+            was_above = wanted >= beyond
+            candidate = beyond - stride * unit if was_above else fitting + stride * unit
             stride *= STRIDE_FACTOR
-            if failing is not None and not fitting < candidate < failing:
-                candidate = (fitting + failing) // 2
-        candidate = max(fitting + unit, min(candidate // unit * unit, top))
+        if failing is not None and not fitting < candidate < failing:
+            candidate = (fitting + failing) // 2
+        candidate = min(max(fitting + unit, candidate // unit * unit), top)
         if fits(candidate):
-            fitting = candidate
+            fitting, num_raised = candidate, num_raised + 1
         else:
-            failing = candidate
+            failing, num_raised = candidate, 0
     return fitting
 
 
-def end_notices(best: int) -> list[Notice]:
-    """Where nothing but ``MOST_SAMPLES`` ended a search."""
-    if best != MOST_SAMPLES:
+def end_notices(best: int, multiple: int = 1) -> list[Notice]:
+    """Where nothing but ``MOST_SAMPLES`` ended a search for multiples of ``multiple``."""
+    if best != MOST_SAMPLES // multiple * multiple:
         return []
     message = f"the search ended at {best} samples: memory hardly grows with the batch"
     return [Notice(code="search-ended", message=message)]

@@ -57,6 +57,7 @@ class SizeSearch:
 
     def largest(self, at_most: int) -> int:
         """The largest size that fits, 0 where none does."""
+        at_most = at_most // self._unit * self._unit
         first, *others = self._scouts(at_most)
         self._begin(first)
         if self._foreseen and not others and not self.trials[first].fits:

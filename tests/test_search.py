@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import log2
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from gradplan.probes.search import largest
+from gradplan.probes.search import close_in, largest
 
 LIMITS = st.integers(0, 100_000) | st.integers(0, 16).map(lambda power: 2**power) | st.integers(0, 20)
 BOUNDS = st.none() | st.integers(1, 200_000)
@@ -181,3 +182,162 @@ def test_what_fits_raises_comes_through() -> None:
 
     with pytest.raises(RuntimeError, match="bug at 1"):
         largest(fits)
+
+
+# Guesses that may get better
+
+
+class Closing(Device):
+    """The same device under ``close_in``, which asks ``guess`` knowing what was tried."""
+
+    def close_in(
+        self,
+        guess: Callable[[list[int]], int | None] = lambda _: None,
+        at_most: int = 2**20,
+        multiple: int = 1,
+        grain: int | None = None,
+    ) -> int:
+        given = {} if grain is None else {"grain": lambda: grain}
+        return close_in(self.fits, lambda: guess(self.tried), at_most=at_most, multiple=multiple, **given)
+
+
+def test_without_a_guess_every_small_limit_is_found_in_two_log_trials() -> None:
+    for limit in range(2000):
+        device = Closing(limit)
+        device.check(device.close_in(), limit)
+        assert len(device.tried) <= most_trials(limit)
+
+
+@settings(max_examples=300, deadline=None)
+@example(limit=0, at_most=1, multiple=2)
+@example(limit=100_000, at_most=65_536, multiple=1)
+@given(limit=LIMITS, at_most=st.integers(1, 200_000), multiple=MULTIPLES)
+def test_without_a_guess_at_most_and_multiple_bound_what_is_tried(limit: int, at_most: int, multiple: int) -> None:
+    device = Closing(limit)
+    expected = min(limit, at_most) // multiple * multiple
+    device.check(device.close_in(at_most=at_most, multiple=multiple), expected, multiple, at_most)
+    assert len(device.tried) <= most_trials(expected // multiple)
+
+
+@settings(max_examples=300, deadline=None)
+@example(limit=7, at_most=7, multiple=1)
+@given(limit=st.integers(1, 100_000), at_most=st.integers(1, 200_000), multiple=MULTIPLES)
+def test_a_right_guess_costs_two_trials_the_answer_and_what_does_not_fit(
+    limit: int, at_most: int, multiple: int
+) -> None:
+    device = Closing(limit)
+    expected = min(limit, at_most) // multiple * multiple
+    answer = device.close_in(lambda _: max(1, expected), at_most, multiple)
+    device.check(answer, expected, multiple, at_most)
+    above = [expected + multiple] if expected + multiple <= at_most else []
+    assert device.tried == ([expected] if expected else []) + above
+
+
+@settings(max_examples=500, deadline=None)
+@example(limit=2, guess=1, at_most=100, multiple=1)
+@example(limit=0, guess=100_000, at_most=100_000, multiple=1)
+@example(limit=100_000, guess=1, at_most=200_000, multiple=1)
+@given(limit=LIMITS, guess=st.integers(1, 400_000), at_most=st.integers(1, 200_000), multiple=MULTIPLES)
+def test_a_wrong_guess_still_ends_at_the_exact_maximum_in_trials_by_its_distance(
+    limit: int, guess: int, at_most: int, multiple: int
+) -> None:
+    device = Closing(limit)
+    expected = min(limit, at_most) // multiple * multiple
+    device.check(device.close_in(lambda _: guess, at_most, multiple), expected, multiple, at_most)
+    assert len(device.tried) <= most_trials(abs(min(guess, at_most) // multiple - expected // multiple)) + 2
+
+
+@settings(max_examples=300, deadline=None)
+@given(limit=st.integers(1, 100_000), first=st.integers(1, 400_000), multiple=MULTIPLES)
+def test_a_guess_that_is_right_after_one_trial_costs_three(limit: int, first: int, multiple: int) -> None:
+    device = Closing(limit)
+    expected = limit // multiple * multiple
+    answer = device.close_in(lambda tried: expected if tried else first, 2**19, multiple)
+    device.check(answer, expected, multiple, 2**19)
+    assert len(device.tried) <= 3
+
+
+@settings(deadline=None)
+@given(limit=st.integers(1, 100_000), factor=st.floats(0.1, 10))
+def test_a_guess_whose_error_shrinks_tenfold_with_every_trial_needs_few(limit: int, factor: float) -> None:
+    device = Closing(limit)
+    answer = device.close_in(lambda tried: max(1, round(limit * (1 + (factor - 1) / 10 ** len(tried)))))
+    device.check(answer, limit)
+    assert len(device.tried) <= 10
+
+
+@settings(deadline=None)
+@given(at_most=st.integers(1, 100_000), beyond=st.integers(0, 1000), multiple=MULTIPLES)
+def test_a_guess_of_at_most_or_more_that_fits_is_the_only_trial(at_most: int, beyond: int, multiple: int) -> None:
+    device = Closing(at_most)
+    expected = at_most // multiple * multiple
+    answer = device.close_in(lambda _: at_most + beyond, at_most, multiple)
+    device.check(answer, expected, multiple, at_most)
+    assert len(device.tried) == (1 if expected else 0)
+
+
+def test_steps_away_from_a_wrong_guess_grow_and_the_gap_is_halved() -> None:
+    device = Closing(1030)
+    assert device.close_in(lambda _: 1000) == 1030
+    assert device.tried[:5] == [1000, 1001, 1005, 1021, 1085]
+    assert device.tried[5:] == [1053, 1037, 1029, 1033, 1031, 1030]
+
+
+@settings(max_examples=500, deadline=None)
+@example(limit=100, at_most=100, multiple=1, grain=64, guess=None)
+@example(limit=100, at_most=71, multiple=1, grain=35, guess=71)
+@given(
+    limit=LIMITS,
+    at_most=st.integers(1, 200_000),
+    multiple=MULTIPLES,
+    grain=st.integers(1, 5000),
+    guess=st.none() | st.integers(1, 200_000),
+)
+def test_the_answer_is_as_fine_as_the_grain_and_no_size_above_at_most_is_tried(
+    limit: int, at_most: int, multiple: int, grain: int, guess: int | None
+) -> None:
+    device = Closing(limit)
+    answer = device.close_in(lambda _: guess, at_most, multiple, grain)
+    device.check(answer, answer, multiple, at_most)
+    top = min(limit, at_most) // multiple * multiple
+    assert top - max(grain, multiple) < answer <= top
+
+
+def test_no_two_sizes_nearer_than_the_grain_are_tried() -> None:
+    device = Closing(1234)
+    assert device.close_in(lambda _: 1230, 10**6, 2, 50) == 1200
+    assert device.tried == [1200, 1250]
+
+
+def test_a_grain_that_becomes_finer_is_followed() -> None:
+    device = Closing(1234)
+    grains = iter([100, 100, 10, 10, 1])
+    answer = close_in(device.fits, lambda: None, at_most=2000, grain=lambda: next(grains, 1))
+    device.check(answer, 1234)
+
+
+def test_guesses_with_at_most_below_one_multiple_give_zero_without_a_trial() -> None:
+    device = Closing(100)
+    assert device.close_in(lambda _: 16, at_most=7, multiple=8) == 0
+    assert device.tried == []
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    fitting=st.sets(st.integers(1, 300)),
+    guesses=st.lists(st.none() | st.integers(1, 400), min_size=1),
+    at_most=st.integers(1, 300),
+    multiple=st.integers(1, 5),
+)
+def test_guesses_where_it_is_not_monotone_give_only_a_size_that_fitted(
+    fitting: set[int], guesses: list[int | None], at_most: int, multiple: int
+) -> None:
+    tried: list[int] = []
+
+    def fits(size: int) -> bool:
+        tried.append(size)
+        return size in fitting
+
+    answer = close_in(fits, lambda: guesses[len(tried) % len(guesses)], at_most=at_most, multiple=multiple)
+    assert answer == 0 or (answer in fitting and answer in tried)
+    assert len(set(tried)) == len(tried) <= 300

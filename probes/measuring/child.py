@@ -19,7 +19,7 @@ from gradplan.probes.measuring.messages import MESSAGES, Hello, Report
 
 POLL_SECONDS = 0.02
 WORKER = "gradplan.probes.measuring.worker"
-DIED = "{model} ended its process without an exception ({how}) during {what}; what it said last stands above"
+DIED = "{what} ended its process without an exception ({how}); what it said last stands above"
 
 
 class Task(Protocol):
