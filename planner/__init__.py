@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from gradplan.files import read_plan, write_plan, write_script
+    from gradplan.files import read_plan, write_page, write_plan, write_script
     from gradplan.goal import Goal
     from gradplan.init import write_model
     from gradplan.plan import make_plan
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from gradplan.replan import plan_again
     from gradplan.report import describe
     from gradplan.trainers import arguments_for
+    from gradplan.tuning import tune
     from gradplan.verbs import probe
 
     __version__: str
@@ -42,13 +43,15 @@ __all__ = [
     "plan_again",
     "probe",
     "read_plan",
+    "tune",
     "write_model",
+    "write_page",
     "write_plan",
     "write_script",
 ]
 
 _HOMES = {
-    "gradplan.files": ("read_plan", "write_plan", "write_script"),
+    "gradplan.files": ("read_plan", "write_page", "write_plan", "write_script"),
     "gradplan.goal": ("Goal",),
     "gradplan.init": ("write_model",),
     "gradplan.plan": ("make_plan",),
@@ -59,6 +62,7 @@ _HOMES = {
     "gradplan.replan": ("plan_again",),
     "gradplan.report": ("describe",),
     "gradplan.trainers": ("arguments_for",),
+    "gradplan.tuning": ("tune",),
     "gradplan.verbs": ("probe",),
 }
 
