@@ -68,7 +68,8 @@ def _plots(plan: Plan) -> list[str]:
         return [f"<p>{NO_PLOTS}</p>"]
     from optuna import visualization
 
-    study, named = _study_of(trials), {"target": lambda trial: trial.value, "target_name": "loss"}
+    study = _study_of(trials)
+    named: dict[str, Any] = {"target": lambda trial: trial.value, "target_name": "loss"}
     figures = [plot(study, **named) for plot in (visualization.plot_slice, visualization.plot_optimization_history)]
     return [
         figure.to_html(full_html=False, include_plotlyjs=number == 0, div_id=f"plot-{number}")
