@@ -97,7 +97,8 @@ def version(show: Callable[..., None]) -> Option:
 device = click.option(
     "--device",
     metavar="D",
-    help="cuda, cuda:1, xpu, mps, cpu: measured here; a name of 'gradplan gpus': simulated; else what is here",
+    help="measured: cuda, cuda:1, xpu, mps, cpu; simulated: a name of 'gradplan gpus'; else what is here, "
+    "else rtx-4090",
 )
 memory = click.option(
     *("--memory", "memory_bytes"),
