@@ -34,10 +34,14 @@ Heard = Callable[[Ledger], None]  # told whenever a trial has ended
 
 
 class Runners:
-    """Child processes that run train.py, one for each of ``num_workers`` threads. Used in a ``with``."""
+    """Child processes that run train.py, one for each of ``num_workers`` threads. Used in a ``with``.
+
+    The threads live as long as this: a child ends with the thread that started it.
+    """
 
     def __init__(self, script: Script, folder: str, num_workers: int) -> None:
-        self.num_workers = num_workers
+        self._num_workers = num_workers
+        self._pool = ThreadPoolExecutor(num_workers)
         self._new: Callable[[], Child] = lambda: Child(script, folder, worker=RUNNER)
         self._own = threading.local()
         self._children: set[Child] = set()
@@ -49,6 +53,12 @@ class Runners:
     def __exit__(self, *_: object) -> None:
         for child in list(self._children):
             self._close(child)
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def all_do(self, work: Callable[[], None]) -> None:
+        """In every thread, until all have ended."""
+        for ended in [self._pool.submit(work) for _ in range(self._num_workers)]:
+            ended.result()
 
     def run(self, run: Run) -> Report:
         """One run, in this thread's process, which is replaced where it failed."""
@@ -141,9 +151,7 @@ def _work(
                 crew.settle(trial, report)
                 heard(ledger)
 
-    with ThreadPoolExecutor(runners.num_workers) as pool:
-        for ended in [pool.submit(work) for _ in range(runners.num_workers)]:
-            ended.result()
+    runners.all_do(work)
     if crew.error is not None:
         raise crew.error
 
