@@ -30,11 +30,17 @@ class Program(terminal.Program):
             say(ending.details)
         if ending.message:
             write((click.style("error: ", fg="red", bold=True) if ending.is_error else "") + ending.message, err=True)
+        if terminal.are_others_running():
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(ending.exit_code)
         sys.exit(ending.exit_code)
 
 
 def leave() -> None:
-    """Where Ctrl-C ends the process."""
+    """Where Ctrl-C ends the process. What its children started would live on."""
+    if (children := sys.modules.get("gradplan.probes.measuring.child")) is not None:
+        children.close_all()
     show_cursor = "\x1b[?25h" if terminal.is_terminal(sys.stderr) else ""  # that a changing line hid
     write(show_cursor + terminal.interrupted().message, err=True)
 
@@ -155,6 +161,7 @@ def probe_command(
     from gradplan.verbs import is_first_rank, is_trained_on, probe
 
     folder = os.getcwd()
+    quiet, verbose = quiet or not is_first_rank(), verbose and is_first_rank()
     with terminal.progress(quiet, verbose, say) as tell, terminal.stdout_aside(), terminal.ctrl_c_at_once(leave):
         plan = probe(model, progress=tell, with_levers=verbose, **settings)
         if tune and is_first_rank():

@@ -12,6 +12,7 @@ from gradplan.probes.evidence import Anatomy, Capacity, Trial
 from gradplan.units import format_bytes
 from gradplan.window import split_window
 
+MUCH_SMALLER = 1.5  # times smaller: nearer sizes differ by chance
 SAME_SPEED = 0.97  # of the samples per second: a difference that a second measurement may turn round
 
 
@@ -172,17 +173,21 @@ def throughput(plan: Plan) -> tuple[str, str] | None:
     if chosen is None:
         return None
     smaller = sorted(
-        (trial for trial in timed if trial.micro_batch_size < chosen.micro_batch_size),
+        (trial for trial in timed if MUCH_SMALLER * trial.micro_batch_size <= chosen.micro_batch_size),
         key=lambda trial: trial.micro_batch_size,
     )
     if not smaller:
         return None
-    value = f"{_samples_per_second(chosen):.3g}"
+    value = _format_rate(_samples_per_second(chosen))
     as_fast = [trial for trial in smaller if _samples_per_second(trial) >= SAME_SPEED * _samples_per_second(chosen)]
     if as_fast:
         return value, f"measured; a micro-batch of {as_fast[0].micro_batch_size} is as fast"
     other = smaller[-1]
-    return value, f"measured; {_samples_per_second(other):.3g} with micro-batches of {other.micro_batch_size}"
+    return value, f"measured; {_format_rate(_samples_per_second(other))} with micro-batches of {other.micro_batch_size}"
+
+
+def _format_rate(rate: float) -> str:
+    return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
 
 
 def _samples_per_second(trial: Trial) -> float:

@@ -78,25 +78,27 @@ class Program(click.Group):
 
 @contextlib.contextmanager
 def ctrl_c_at_once(say: Callable[[], None]) -> Iterator[None]:
-    """Ctrl-C ends the process where it stands, after ``say``: nothing is being written, and a trial's child ends too.
+    """Ctrl-C, or SIGTERM, ends the process where it stands, after ``say``: nothing is being written.
 
     As an exception it would pass through torch's C++ functions, some of which abort the process then.
     """
 
-    def leave(*_: object) -> NoReturn:
+    def leave(number: int, _: object) -> NoReturn:
         with contextlib.suppress(BaseException):
             say()
-        os._exit(130)
+        os._exit(128 + number)
 
     previous = signal.getsignal(signal.SIGINT)
     if previous is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
         yield  # somebody else's to handle, or ignored as for a job in the background
         return
     signal.signal(signal.SIGINT, leave)
+    before = signal.signal(signal.SIGTERM, leave)
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, previous)
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextlib.contextmanager
@@ -131,6 +133,11 @@ def stdout_aside() -> Iterator[None]:
         sys.stdout.flush()
         os.dup2(kept, out)
         os.close(kept)
+
+
+def are_others_running() -> bool:
+    """Whether the user's code has left a thread behind that Python would wait for."""
+    return any(not thread.daemon and thread is not threading.main_thread() for thread in threading.enumerate())
 
 
 def close_quietly(stream: Any) -> None:

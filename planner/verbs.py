@@ -10,8 +10,9 @@ import gradplan
 from gradplan.plan import Goal, Plan, find_target, make_plan
 from gradplan.probes.errors import UsageError
 from gradplan.probes.evidence import Evidence, Notice, Precision
+from gradplan.probes.launch import launch
 from gradplan.probes.simulator.allocator_settings import settings_of_environment
-from gradplan.probes.simulator.catalogue import COMMON, find, gpus
+from gradplan.probes.simulator.catalogue import COMMON, Gpu, find, gpus
 
 __all__ = ["gpus", "probe"]
 
@@ -59,7 +60,7 @@ def probe(
         UsageError: no such file or device, a count that cannot be.
         DoesNotFitError: not even the smallest micro-batch fits.
     """
-    gpu = None if device is None or is_measured(device) else find(device)
+    gpu = None if device is None or is_measured(device) else simulated(device)
     if not 0 <= headroom_percent < 100:
         raise UsageError(f"headroom is a share of the memory, from 0 to below 100 percent, not {headroom_percent}")
     progress("importing torch and the model")
@@ -70,15 +71,15 @@ def probe(
     from gradplan.probes.simulate import Simulation
     from gradplan.probes.workload import load_workload
 
-    world_size = num_ranks(world_size)
+    started, world_size = launch(), num_ranks(world_size)
+    here = None if gpu else device_here(device) if device else accelerator_here()
     goal = Goal(effective_batch, world_size, precision, max_micro_batch)
     with settings_kept(), folder_kept() as folder:
         workload = load_workload(model, base_batch, base_lr)
         prober: Measurement | Simulation
-        here = None if gpu else device_here(device) if device else accelerator_here()
         if here is not None:
             prober = Measurement(
-                workload, here, precision, memory_bytes, headroom_percent, world_size, folder, progress
+                workload, here, precision, memory_bytes, headroom_percent, world_size, started, folder, progress
             )
         else:
             gpu = gpu or find(DEFAULT_GPU)
@@ -121,7 +122,7 @@ def num_ranks(asked: int) -> int:
     Raises:
         UsageError: both speak, of different numbers.
     """
-    started = int(os.environ.get("WORLD_SIZE", "1"))
+    started = launch().num_ranks
     if started > 1 and asked not in (1, started):
         raise UsageError(f"torchrun started {started} processes, and --world-size says {asked}")
     return max(asked, started)
@@ -129,7 +130,19 @@ def num_ranks(asked: int) -> int:
 
 def is_first_rank() -> bool:
     """Whether this process speaks for all that torchrun started."""
-    return int(os.environ.get("RANK", "0")) == 0
+    return launch().is_first
+
+
+def simulated(device: str) -> Gpu:
+    """The GPU of that name.
+
+    Raises:
+        UsageError: there is none.
+    """
+    try:
+        return find(device)
+    except UsageError as error:
+        raise UsageError(f"{error}. On this machine, {', '.join(MEASURED)} are measured, where they are here") from None
 
 
 def is_measured(device: str) -> bool:

@@ -115,11 +115,19 @@ def describe(what: str, error: BaseException) -> tuple[str, str]:
     theirs = [frame for frame in frames if not _is_library(frame.filename)]
     place = (theirs or frames)[-1:]
     where = f" at {_short(place[0].filename)}:{place[0].lineno}" if place else ""
-    text = " ".join(str(error).split()) or "no message"
+    text = " ".join(_text_of(error).split()) or "no message"
     if len(text) > 400:
         text = text[:400] + " ..."
     details = "".join(traceback.format_list(frames)).rstrip() if frames else ""
     return f"{what} failed{where}: {type(error).__name__}: {text}", details
+
+
+def _text_of(error: BaseException) -> str:
+    """Its message, as it can be written anywhere."""
+    try:
+        return str(error).encode("utf-8", "backslashreplace").decode("utf-8")
+    except Exception:  # the user's own __str__
+        return "its message cannot be made"
 
 
 def _is_ours(filename: str) -> bool:

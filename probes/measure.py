@@ -8,10 +8,10 @@ from collections.abc import Callable
 
 from gradplan.probes.errors import DoesNotFitError, UserCodeError
 from gradplan.probes.evidence import Backward, BackwardPeak, Evidence, Notice, Precision, Recipe
+from gradplan.probes.launch import Launch
 from gradplan.probes.measuring.device_memory import INVENTED
 from gradplan.probes.measuring.host_memory import IS_LIMIT_ENFORCED, available_bytes
 from gradplan.probes.measuring.messages import Hello, Start
-from gradplan.probes.measuring.ranks_in_step import local_device, num_local_ranks
 from gradplan.probes.measuring.trials import Trials
 from gradplan.probes.prediction import Corrected, foresee
 from gradplan.probes.search import MOST_SAMPLES, end_notices
@@ -39,7 +39,8 @@ class Measurement:
     ``device`` is a name of torch's, or ``test:FILE``. ``memory_bytes`` is what the whole training process may have of
     its memory; None means what is free when the trials begin. ``headroom_percent`` of what the context leaves is left
     free: on an accelerator that is the driver's, on the CPU Python, torch and the user's file. ``folder`` is the
-    working folder that model.py is read in. ``progress`` is told what is being done.
+    working folder that model.py is read in. ``launch`` is which rank this is: each has an accelerator by its number on
+    this machine, or its share of the memory. ``progress`` is told what is being done.
     """
 
     def __init__(
@@ -50,18 +51,22 @@ class Measurement:
         memory_bytes: int | None = None,
         headroom_percent: float = 5.0,
         world_size: int = 1,
+        launch: Launch = Launch(),  # noqa: B008 (it cannot change)
         folder: str | None = None,
         progress: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._workload = workload
         self._is_host = device == "cpu"
+        self._launch = launch
+        if not (self._is_host or device.startswith(INVENTED) or launch.local_rank is None):
+            device = f"{device.partition(':')[0]}:{launch.local_rank}"
         gc.collect()
         self._start = Start(
             model=workload.typed,
-            device=device if self._is_host or device.startswith(INVENTED) else local_device(device),
+            device=device,
             parent_pid=os.getpid(),
             precision=precision,
-            memory_bytes=memory_bytes or (available_bytes() // num_local_ranks() if self._is_host else None),
+            memory_bytes=memory_bytes or (available_bytes() // launch.num_local_ranks if self._is_host else None),
             headroom_percent=headroom_percent,
             world_size=world_size,
             largest_first=self._largest_first(),
@@ -93,7 +98,7 @@ class Measurement:
             DoesNotFitError: nothing is left for the model.
         """
         most_resident_bytes = self._start.memory_bytes if self._is_host else None
-        with Trials(self._start, self._folder, not self._is_host, most_resident_bytes) as processes:
+        with Trials(self._start, self._folder, not self._is_host, most_resident_bytes, self._launch) as processes:
             return processes.lead(lambda: self._gather(processes, per_rank, at_most or MOST_SAMPLES))
 
     def _gather(self, processes: Trials, per_rank: int | None, ceiling: int) -> Evidence:
@@ -173,7 +178,7 @@ def compare_forms(search: SizeSearch, size: int) -> tuple[BackwardPeak, ...]:
     except UserCodeError:
         return ()
     peak_bytes, least_bytes = report.peak_reserved_bytes, sequential.required_bytes
-    if peak_bytes is None or least_bytes is None or set(report.trained) != set(search.trained):
+    if report.num_retries or peak_bytes is None or least_bytes is None or set(report.trained) != set(search.trained):
         return ()
     if peak_bytes <= min(search.limit_bytes, least_bytes):
         search.backward = "joint"

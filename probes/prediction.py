@@ -19,6 +19,7 @@ from gradplan.probes.simulator.curve import Curve
 from gradplan.probes.simulator.tracer import Tracer
 
 MOST_GROWTH = 32  # a line through two sizes is not followed further than this many times the larger
+ROUNDING = 1 + 1e-9  # a size that takes the limit to the byte fits
 APART = 0.9  # two sizes that are nearer say little about what a sample needs
 GROWTHS = (1e-4, 1e4)
 HALVINGS = 28  # of its logarithm: a ten-millionth is left
@@ -65,12 +66,13 @@ class Line:
 class Corrected:
     """``needed(size, growth)`` bytes, with every allocation that grows with the batch ``growth`` times as large.
 
-    Measured peaks correct it allocation by allocation, so that it still is a floor and a slope: two of them give the
+    ``gradient_bytes`` are those of earlier micro-batches, which a window of one does not need. Measured peaks correct it allocation by allocation, so that it still is a floor and a slope: two of them give the
     growth and a constant, one of them the constant alone.
     """
 
-    def __init__(self, needed: Callable[[int, float], float]) -> None:
+    def __init__(self, needed: Callable[[int, float], float], gradient_bytes: float = 0.0) -> None:
         self._needed = cache(needed)
+        self._gradient_bytes = gradient_bytes
         self._measured: dict[int, int] = {}
         self._growth = 1.0
         self._constant_bytes = 0.0
@@ -91,13 +93,18 @@ class Corrected:
         """Corrected by what was measured until now."""
         return self._needed(size, self._growth) + self._constant_bytes
 
+    def bytes_alone_at(self, size: int) -> float:
+        """Of a window of one micro-batch."""
+        return self.bytes_at(size) - self._gradient_bytes
+
     def uncorrected_bytes_at(self, size: int) -> float:
         """As before anything was measured."""
         return self._needed(size, 1.0)
 
     def largest(self, limit_bytes: int, at_most: int, multiple: int) -> int | None:
         """As ``Line.largest``."""
-        return largest(lambda size: self.bytes_at(size) <= limit_bytes, at_most=at_most, multiple=multiple) or multiple
+        most_bytes = limit_bytes * ROUNDING
+        return largest(lambda size: self.bytes_at(size) <= most_bytes, at_most=at_most, multiple=multiple) or multiple
 
     def _growth_between(self, low: int, high: int) -> float:
         """That which the two measurements differ by; as it was where no growth explains them."""
@@ -126,7 +133,9 @@ def foresee(
         invented = read_device(os.path.join(folder, start.device.removeprefix(INVENTED)))
         if invented.hint is None:
             return None
-        return Corrected(lambda size, growth: invented.predicted_bytes(size, growth, hello.limit_bytes))
+        return Corrected(
+            lambda size, growth: invented.predicted_bytes(size, growth, hello.limit_bytes), invented.gradient_bytes
+        )
     if hello.capability is not None:
         tracer.setup = dataclasses.replace(tracer.setup, capability=hello.capability)
     sizes = (2 * unit, 3 * unit)
@@ -136,7 +145,7 @@ def foresee(
         return None
     curve = Curve.fit(small, large, sizes)
     settings, _ = settings_of_environment(hello.device.total_bytes)
-    return None if curve is None else Corrected(partial(_reserved_bytes, curve, settings))
+    return None if curve is None else Corrected(partial(_reserved_bytes, curve, settings), curve.gradient_bytes)
 
 
 def _reserved_bytes(curve: Curve, settings: AllocatorSettings, size: int, growth: float) -> int:

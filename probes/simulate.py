@@ -21,9 +21,9 @@ from gradplan.probes.simulator.catalogue import Gpu
 from gradplan.probes.simulator.curve import Curve
 from gradplan.probes.simulator.forms import Forms
 from gradplan.probes.simulator.levers import Levers
-from gradplan.probes.simulator.trace import GRADIENTS, Trace
+from gradplan.probes.simulator.trace import Trace
 from gradplan.probes.simulator.tracer import Tracer
-from gradplan.probes.simulator.training import NUM_STEPS, Setup
+from gradplan.probes.simulator.training import Setup
 from gradplan.probes.workload import Workload
 
 CURVE_TOLERANCE = 1.001
@@ -173,7 +173,7 @@ class Simulation:
         if self._tracer.is_real or self._bytes_per_sample * per_rank > too_much:
             return None
         if curve is not None:  # its second micro-batch meets the gradients of the first, and some more
-            needed_bytes = curve.peak_live_bytes(per_rank) - 2 * _gradient_bytes(curve)
+            needed_bytes = curve.peak_live_bytes(per_rank) - 2 * curve.gradient_bytes
             if needed_bytes > self.limit_bytes * CERTAINTY:
                 return None
         return self._try(per_rank, 1)
@@ -278,11 +278,6 @@ class Simulation:
             size = curve.largest(limit, at_most, self._unit, self._settings)
         device = Device(name=gpu.name, total_bytes=gpu.total_bytes, slug=gpu.slug)
         return Capacity(device=device, max_micro_batch_size=size)
-
-
-def _gradient_bytes(curve: Curve) -> float:
-    births = zip(curve.bases, curve.births, strict=True) if curve.births else ()
-    return sum(base for base, birth in births if birth.kind == GRADIENTS) / NUM_STEPS
 
 
 def limit_of(gpu: Gpu, total_bytes: int, headroom_percent: float) -> int:

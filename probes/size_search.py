@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Literal
 
 from gradplan.probes.errors import UserCodeError
-from gradplan.probes.evidence import Backward, Notice, Trial
+from gradplan.probes.evidence import Backward, Notice, Reason, Trial
 from gradplan.probes.measuring.messages import Job, Report
 from gradplan.probes.measuring.trials import Trials
 from gradplan.probes.prediction import Corrected, Line
@@ -15,7 +15,15 @@ from gradplan.probes.search import MOST_SAMPLES, close_in
 from gradplan.probes.simulator.forms import NOT_EXACT
 from gradplan.probes.simulator.losses import VALUE_CHECK_BYTES
 
+OF_MEMORY: tuple[Reason, ...] = ("out of memory", "above the limit")
+STOPPED: dict[Reason, str] = {
+    "operator limit": "an operator refuses a micro-batch of {size}, with any amount of memory: {error}",
+    "killed": "the process that trained with a micro-batch of {size} was killed, twice: it counts as one that does not fit",
+    "allocator retried": "with a micro-batch of {size}, PyTorch's allocator had to give its cache back to find room, "
+    "which slows every step: it counts as one that does not fit",
+}
 GRAIN_BYTES = 2 * 2**20  # by about this much the peak of one size differs between processes on the CPU
+ACTIVATIONS = 8  # about so many times its parameters does a model hold in a step of a few samples
 ROOMY = 0.9  # a prediction below this share of the limit is trusted to fit at the first trial
 ALL_BUT_WHOLE = 0.8  # of the whole batch: as one micro-batch it needs less than a line through windows of two says
 
@@ -50,7 +58,7 @@ class SizeSearch:
         self._unit = unit
         self._per_rank = per_rank
         self._is_host = is_host
-        self._foreseen = foreseen
+        self._foreseen = self._uncorrected = foreseen
         self._line = Line()
         self._refused: dict[int, str] = {}
         self._progress = progress
@@ -58,32 +66,58 @@ class SizeSearch:
     def largest(self, at_most: int) -> int:
         """The largest size that fits, 0 where none does."""
         at_most = at_most // self._unit * self._unit
-        first, *others = self._scouts(at_most)
-        self._begin(first)
-        if self._foreseen and not others and not self.trials[first].fits:
-            others = self._below(first)
-        for size in others:
-            if self._foreseen or self.trials[first].fits:
-                self._try(size)
+        self._scout(at_most)
+        if self._foreseen and not any(trial.fits for trial in self.trials.values()):
+            self._foreseen = None  # it is of no use
+            self._scout(at_most)
 
         def guess() -> int | None:
+            if self._nearest_failure() not in (None, *OF_MEMORY):
+                return None  # what is predicted is memory
             wanted = self._guess(at_most)
-            if wanted is not None and self._per_rank == at_most and wanted >= ALL_BUT_WHOLE * at_most:
-                return wanted if at_most in self.trials else at_most
-            return wanted
+            return at_most if self._may_fit_whole(at_most, wanted) else wanted
 
         best = close_in(self._fits, guess, at_most=at_most, multiple=self._unit, grain=self._grain)
-        if self._refused:
-            size = min(self._refused)
-            message = f"an operator refuses a micro-batch of {size}, with any amount of memory: {self._refused[size]}"
-            self.notices.append(Notice(code="operator-limit", message=message))
+        self._say_what_stopped(best)
         return best
+
+    def _say_what_stopped(self, best: int) -> None:
+        """Where it was not memory."""
+        size = min((size for size, trial in self.trials.items() if size > best and not trial.fits), default=0)
+        reason = self.trials[size].reason if size else None
+        if reason is not None and reason in STOPPED:
+            message = STOPPED[reason].format(size=size, error=self._refused.get(size))
+            self.notices.append(Notice(code=reason.replace(" ", "-"), message=message))
+
+    def _nearest_failure(self) -> Reason | None:
+        """Why the smallest of the sizes that failed did."""
+        failed = [size for size, trial in self.trials.items() if not trial.fits]
+        return self.trials[min(failed)].reason if failed else None
+
+    def _scout(self, at_most: int) -> None:
+        first, *others = self._scouts(at_most)
+        if not self.trials:
+            self._begin(first)
+        if self._foreseen and not others and not self.trials[first].fits:
+            others = self._below(first)
+        smallest_failed = min((size for size, trial in self.trials.items() if not trial.fits), default=math.inf)
+        for size in (first, *others):
+            if self._foreseen or size < smallest_failed:
+                smallest_failed = smallest_failed if self._try(size).fits else min(size, smallest_failed)
+
+    def _may_fit_whole(self, at_most: int, wanted: int | None) -> bool:
+        """Whether to try the whole batch as one micro-batch, which no gradients of others lie beside."""
+        if wanted is None or self._per_rank != at_most or at_most in self.trials:
+            return False
+        if self._foreseen is not None and self._foreseen.bytes_alone_at(at_most) <= self.limit_bytes:
+            return True
+        return wanted >= ALL_BUT_WHOLE * at_most
 
     def _guess(self, at_most: int) -> int | None:
         return (self._foreseen or self._line).largest(self.limit_bytes, at_most, self._unit)
 
     def _foreseen_bytes(self, size: int) -> int | None:
-        return None if self._foreseen is None else math.ceil(self._foreseen.uncorrected_bytes_at(size))
+        return None if self._uncorrected is None else math.ceil(self._uncorrected.uncorrected_bytes_at(size))
 
     def _scouts(self, at_most: int) -> list[int]:
         """Sizes to begin with: what a prediction calls easy, else a few below, from which it learns."""
@@ -118,7 +152,12 @@ class SizeSearch:
         fitting = max((known for known, trial in self.trials.items() if trial.fits), default=0)
         if any(fitting < known < size for known in self.trials):
             return False
-        return self._try(size).fits
+        try:
+            return self._try(size).fits
+        except UserCodeError:
+            if size > self._unit or fitting or self._nearest_failure() not in OF_MEMORY:
+                raise
+            return False  # larger ones ran out of memory, and many models refuse a batch of one
 
     # Trials
 
@@ -129,7 +168,7 @@ class SizeSearch:
         if report.yields_losses and self.backward == "joint":
             self.backward = "sequential"
             report = self.run(size, self.backward)
-        if report.peak_reserved_bytes is not None and report.peak_reserved_bytes <= VALUE_CHECK_BYTES:
+        if self._is_small(report):
             checked = self.run(size, self.backward, "check")
             self.notices += checked.notices
             if not checked.is_exact_loss_by_loss and not report.own_backwards:
@@ -137,6 +176,11 @@ class SizeSearch:
                 self.backward = "joint"
                 report = self.run(size, self.backward)
         self.record(size, report)
+
+    def _is_small(self, report: Report) -> bool:
+        """So that a loss can be looked at on the CPU: by all that was in use there, elsewhere by the model alone."""
+        in_use_bytes = report.peak_reserved_bytes if self._is_host else report.model_bytes * ACTIVATIONS
+        return report.reason is None and in_use_bytes is not None and in_use_bytes <= VALUE_CHECK_BYTES
 
     def _try(self, size: int) -> Trial:
         known = self.trials.get(size)
@@ -167,6 +211,8 @@ class SizeSearch:
             predicted_bytes=self._foreseen_bytes(size),
         )
         self.trials[size] = trial
+        if reason is not None:
+            self._progress(f"a micro-batch of {size} does not fit: {reason}")
         self._learn(trial)
         self.trained = report.trained or self.trained
         self.has_own_backwards |= report.own_backwards > 0

@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from gradplan.probes import measure
 from gradplan.probes.errors import DoesNotFitError, UserCodeError
 from gradplan.probes.evidence import Device, Evidence, Notice
+from gradplan.probes.launch import Launch
 from gradplan.probes.measure import Measurement
 from gradplan.probes.measuring import host_memory
 from gradplan.probes.measuring.device_memory import HostMemory
@@ -263,7 +264,7 @@ def test_processes_of_the_cpu_serve_one_trial_and_are_watched(
     made = Made(NEEDS["a line"])
     monkeypatch.setattr(measure, "Trials", made)
     Measurement(workload(SMALL), memory_bytes=300 * MIB, folder=str(tmp_path)).gather(None, 8)
-    start, folder, is_kept, most_resident_bytes = made.made_with
+    start, folder, is_kept, most_resident_bytes, _ = made.made_with
     assert (start.memory_bytes, start.parent_pid, folder) == (300 * MIB, os.getpid(), str(tmp_path))
     assert (is_kept, most_resident_bytes) == (False, 300 * MIB)
 
@@ -599,9 +600,9 @@ def test_processes_of_an_accelerator_are_kept_and_have_what_is_free(
     (tmp_path / "device.json").write_text(device.model_dump_json())
     made = on(device)
     gathered(made, device="test:device.json", folder=str(tmp_path))
-    start, _, is_kept, most_resident_bytes = made.made_with
+    start, _, is_kept, most_resident_bytes, launch = made.made_with
     assert (start.device, start.memory_bytes) == ("test:device.json", None)
-    assert (is_kept, most_resident_bytes) == (True, None)
+    assert (is_kept, most_resident_bytes, launch) == (True, None, Launch())
 
 
 # Real processes on the CPU

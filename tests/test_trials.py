@@ -91,7 +91,7 @@ def test_one_process_serves_until_a_trial_fails_and_is_then_replaced(tmp_path: P
     with Trials(start_in(tmp_path, device=device), str(tmp_path), is_kept=True) as processes:
         hello = processes.hello()
         assert hello is not None
-        assert (hello.limit_bytes, hello.device.name) == (1000 * MIB, "invented")
+        assert (hello.limit_bytes, hello.device.name) == (1000 * MIB, "invented device")
         for size in (2, 4, 3):
             report = processes.run(job(size))
             assert (report.reason, report.peak_reserved_bytes) == (None, (100 + size) * MIB)
@@ -146,11 +146,12 @@ def test_a_trial_that_takes_far_too_long_is_ended_with_all_that_it_started(
     text = MODEL + "\nimport subprocess\nprint(subprocess.Popen(['sleep', '1000']).pid, file=pids, flush=True)\n"
     start = start_in(tmp_path, text, {**DEVICE, "hangs_from": 5})
     with Trials(start, str(tmp_path), is_kept=True) as processes:
-        processes.hello()
-        monkeypatch.setattr(trials, "FIRST_SECONDS", 0.5)
+        assert processes.run(job(2)).reason is None
+        monkeypatch.setattr(trials, "LEAST_SECONDS", 0.5)
+        monkeypatch.setattr(trials, "TIMES_SLOWER", 0.0)
         report = processes.run(job(5))
         assert (report.reason, report.peak_reserved_bytes) == ("not in time", None)
-        assert len(pids(tmp_path)) == 2
+        assert len(pids(tmp_path)) == 4  # once more in a new process: the old one may have been to blame
         assert running(pids(tmp_path)) == []
     assert [notice.code for notice in processes.notices] == ["not-in-time"]
 
@@ -264,7 +265,8 @@ KILLED, TOO_LARGE = Report(reason="killed"), Report(reason="out of memory")
         ([FITS, FITS, FITS], True, [3]),
         ([FITS, FITS, FITS], False, [1, 1, 1]),
         ([TOO_LARGE, FITS, FITS], True, [1, 2]),
-        ([Report(reason="not in time"), FITS, FITS], True, [1, 2]),
+        ([FITS, Report(reason="not in time"), FITS, FITS], True, [2, 2]),
+        ([FITS, Report(error="it is worn"), FITS, FITS], True, [2, 2]),
         ([Report(reason="operator limit", error="INT_MAX"), FITS, FITS], True, [1, 2]),
         ([FITS.model_copy(update={"leftover_bytes": LEFTOVER_BYTES}), FITS, FITS], True, [3]),
         ([FITS.model_copy(update={"leftover_bytes": LEFTOVER_BYTES + 1}), FITS, FITS], True, [1, 2]),
@@ -319,7 +321,8 @@ def test_a_trial_may_take_so_many_times_as_long_as_those_before_it_say(
 ) -> None:
     ticks = count(step=7)  # seconds that every trial takes
     monkeypatch.setattr(trials.time, "monotonic", lambda: float(next(ticks)))
-    family = MadeUp(FITS, FITS, FITS, FITS, FITS.model_copy(update={"reason": "not in time"}), FITS)
+    hangs = Report(reason="not in time")
+    family = MadeUp(FITS, FITS, FITS, FITS, hangs, hangs, FITS)
     with processes(family) as made:
         made.run(job(10, 1))
         made.run(job(10, 2))
@@ -329,10 +332,29 @@ def test_a_trial_may_take_so_many_times_as_long_as_those_before_it_say(
         made.run(job(400, 1))
     first, *others = [seconds for child in family.made for seconds in child.seconds]
     assert first == FIRST_SECONDS
-    work = [20 / 10, 60 / 20, 1, 400 / 60, 400 / 60]  # of a trial, by that of the nearest that came to its end
+    work = [
+        20 / 10,
+        60 / 20,
+        1,
+        400 / 60,
+        400 / 60,
+        400 / 60,
+    ]  # of a trial, by that of the nearest that came to its end
     assert others == [pytest.approx(LEAST_SECONDS + TIMES_SLOWER * 7 * each) for each in work]
     assert [notice.code for notice in made.notices] == ["not-in-time"]
     assert "micro-batch of 400" in made.notices[0].message
+
+
+def test_what_hangs_before_anything_has_run_says_nothing_about_memory(processes: Callable[..., Trials]) -> None:
+    with processes(MadeUp(Report(reason="not in time"), FITS)) as made, pytest.raises(UserCodeError, match="hang"):
+        made.run(job(2))
+
+
+def test_an_error_of_a_new_process_is_the_users_at_once(processes: Callable[..., Trials]) -> None:
+    family = MadeUp(Report(error="theirs"), FITS)
+    with processes(family) as made, pytest.raises(UserCodeError, match="theirs"):
+        made.run(job(2))
+    assert family.num_jobs() == [1]
 
 
 # What holds on every rank

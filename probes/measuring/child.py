@@ -13,11 +13,13 @@ import time
 from typing import Protocol
 
 import psutil
+from pydantic import ValidationError
 
 from gradplan.probes.evidence import Frozen
 from gradplan.probes.measuring.messages import MESSAGES, Hello, Report
 
 POLL_SECONDS = 0.02
+_alive: set[Child] = set()
 WORKER = "gradplan.probes.measuring.worker"
 DIED = "{what} ended its process without an exception ({how}); what it said last stands above"
 
@@ -49,6 +51,7 @@ class Child:
             cwd=folder,
             start_new_session=True,  # a group of its own, to be killed as one
         )
+        _alive.add(self)
         self._hello: Hello | Report | None = None
         self._lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         threading.Thread(target=self._read, daemon=True).start()
@@ -71,6 +74,7 @@ class Child:
 
     def close(self) -> None:
         """The process and what it started."""
+        _alive.discard(self)
         if os.name == "posix":
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -94,7 +98,7 @@ class Child:
         while message is None:
             has_ended = self._process.poll() is not None  # before its last line is looked for
             try:
-                message = MESSAGES.validate_json(self._lines.get(timeout=POLL_SECONDS * (5 if has_ended else 1)))
+                message = _as_message(self._lines.get(timeout=POLL_SECONDS * (5 if has_ended else 1)))
             except queue.Empty:
                 if has_ended:
                     message = self._ended(what)
@@ -117,6 +121,21 @@ class Child:
             return bool(psutil.Process(self._process.pid).memory_info().rss > self._most_resident_bytes)
         except psutil.Error:
             return False
+
+
+def _as_message(line: bytes) -> Hello | Report | None:
+    """None for what was printed before the worker could turn it aside, by whatever Python imports at its start."""
+    try:
+        return MESSAGES.validate_json(line)
+    except ValidationError:
+        sys.stderr.write(line.decode(errors="replace"))
+        return None
+
+
+def close_all() -> None:
+    """Every child that is alive, before this process ends at once."""
+    for child in list(_alive):
+        child.close()
 
 
 def _how_it_ended(return_code: int) -> str:

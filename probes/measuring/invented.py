@@ -33,8 +33,9 @@ OUT_OF_MEMORY: dict[str, Callable[[], BaseException]] = {
     "mps": lambda: RuntimeError("MPS backend out of memory (MPS allocated: 17.00 GiB, other allocations: 1.00 GiB"),
     "host": MemoryError,
 }
-OPERATOR_LIMIT = "nonzero is not supported for tensors with more than INT_MAX elements, See https://github.com/pytorch"
-Bytes = Field(default=0, ge=0)
+OPERATOR_LIMIT = "nonzero is not supported for tensors with more than INT_MAX elements, See https://github.com/pytorch/pytorch/issues/51871"
+MOST_BYTES = 2**60
+Bytes = Field(default=0, ge=0, le=MOST_BYTES)
 From = Field(default=None, ge=1)
 
 
@@ -53,9 +54,9 @@ class Invented(Frozen):
     user's. ``leaks_bytes`` stay in use after each trial.
     """
 
-    name: str = "invented"
-    total_bytes: int = Field(gt=0)
-    bytes_per_sample: float = Field(gt=0)
+    name: str = "invented device"
+    total_bytes: int = Field(gt=0, le=MOST_BYTES)
+    bytes_per_sample: float = Field(gt=0, le=MOST_BYTES)
     fixed_bytes: int = Bytes
     optimizer_bytes: int = Bytes
     gradient_bytes: int = Bytes
@@ -102,8 +103,10 @@ def read_device(path: str) -> Invented:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"]) or "the file"
-        raise UsageError(f"{INVENTED}{path}: {where}: {first['msg']}") from None
-    except ValueError as error:
+        unknown = first["type"] == "extra_forbidden"
+        problem = f"no such key; there are {', '.join(Invented.model_fields)}" if unknown else first["msg"]
+        raise UsageError(f"{INVENTED}{path}: {where}: {problem}") from None
+    except (ValueError, RecursionError) as error:
         raise UsageError(f"{INVENTED}{path} is not JSON: {error}") from None
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -10,8 +9,10 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from gradplan.probes.errors import GradplanError
+from gradplan.probes.launch import Launch
 from gradplan.probes.measuring.messages import Hello, Report
 
+ALONE = Launch()
 T = TypeVar("T")
 PATIENCE = timedelta(hours=2)  # longer than any trial may take
 
@@ -30,13 +31,9 @@ class Ranks:
     Used in a ``with``. What a device runs out of stays with its rank's child process: nobody waits for another's.
     """
 
-    def __init__(self) -> None:
-        self.number = int(os.environ.get("RANK", "0"))
-        self.count = int(os.environ.get("WORLD_SIZE", "1"))
-
-    @property
-    def is_first(self) -> bool:
-        return self.number == 0
+    def __init__(self, launch: Launch = ALONE) -> None:
+        self.count = launch.num_ranks
+        self.is_first = launch.is_first
 
     def __enter__(self) -> Ranks:
         if self.count > 1:
@@ -62,16 +59,6 @@ class Ranks:
         values: list[Any] = [None] * self.count
         dist.all_gather_object(values, value)
         return values
-
-
-def local_device(kind: str) -> str:
-    """The accelerator that is this rank's, by its number on this machine."""
-    return f"{kind.partition(':')[0]}:{os.environ['LOCAL_RANK']}" if "LOCAL_RANK" in os.environ else kind
-
-
-def num_local_ranks() -> int:
-    """How many share this machine's memory."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def common_hello(hellos: list[Hello | None]) -> Hello | None:

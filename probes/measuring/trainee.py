@@ -62,6 +62,7 @@ class Trainee:
             num_retries=peaks.num_retries,
             step_seconds=statistics.median(seconds[1:]),
             leftover_bytes=max(0, memory.in_use_bytes() - self._model_bytes),
+            model_bytes=sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers())),
             trained=trained,
             yields_losses=self._workload.yields_losses,
             own_backwards=num_own_backwards(),

@@ -26,6 +26,8 @@ from gradplan.probes.measuring.messages import Hello, Job, Report, Start
 from gradplan.probes.measuring.trainee import Trainee
 from gradplan.probes.workload import Workload, load_workload
 
+PID = "GRADPLAN_WORKER"  # who may speak: a process that was forked off inherits all but its number
+
 
 def main() -> None:
     """Be the process that the first argument describes."""
@@ -35,6 +37,7 @@ def main() -> None:
 
 def talk(parent_pid: int, serve: Callable[[Iterable[str]], Iterator[Frozen]]) -> NoReturn:
     """Hand on what comes in and what ``serve`` makes of it, and end with the parent or with the last message."""
+    os.environ[PID] = str(os.getpid())
     jobs, out = os.dup(0), os.dup(1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
@@ -91,7 +94,12 @@ def check(workload: Workload, memory: DeviceMemory) -> Report:
 
 
 def failed(error: BaseException, what: str) -> Report:
-    """Too large for the device or for an operator; else the user's error, with their lines."""
+    """Too large for the device or for an operator; else the user's error, with their lines.
+
+    A process that the user's code forked off has nothing to report.
+    """
+    if os.environ.get(PID, str(os.getpid())) != str(os.getpid()):
+        os._exit(1)
     failure = failure_of(error)
     if failure is Failure.OUT_OF_MEMORY:
         return Report(reason="out of memory")

@@ -12,7 +12,8 @@ from torch import Tensor
 from gradplan.probes.search import largest
 from gradplan.probes.simulator.allocator import fits, replay
 from gradplan.probes.simulator.allocator_settings import DEFAULT_SETTINGS, AllocatorSettings
-from gradplan.probes.simulator.trace import Birth, Trace
+from gradplan.probes.simulator.trace import GRADIENTS, Birth, Trace
+from gradplan.probes.simulator.training import NUM_STEPS
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,12 @@ class Curve:
             middle = (low + high) // 2
             low, high = (middle, high) if self.peak_live_bytes(middle) <= limit_bytes else (low, middle)
         return max(1, low)
+
+    @cached_property
+    def gradient_bytes(self) -> float:
+        """Of all parameters together."""
+        births = zip(self.bases, self.births, strict=True) if self.births else ()
+        return sum((base for base, birth in births if birth.kind == GRADIENTS), 0.0) / NUM_STEPS
 
     @cached_property
     def peak_live_bytes(self) -> Callable[[int], float]:
