@@ -167,6 +167,7 @@ def probe_command(
         if tune and is_first_rank():
             from gradplan.tuning import tune as tune_plan
 
+            files.write_plan(plan, plan_path, force=force)  # it is not lost where tuning fails
             device = settings["device"] if is_trained_on(settings["device"]) else None
             plan = tune_plan(plan, plan_path=plan_path, num_trials=tune, device=device, progress=tell)
     os.chdir(folder)  # the model's file may have left it
@@ -267,10 +268,12 @@ def show_command(
     """Read a plan: as text, as a page, or as another trainer's arguments."""
     from gradplan import files, trainers
 
-    if trainer and (as_json or verbose or page_path):
-        raise click.UsageError("--for stands alone, without --page, --json and -v", click.get_current_context())
+    if (trainer or page_path) and (as_json or verbose or (trainer and page_path)):
+        alone = "--for" if trainer else "--page"
+        raise click.UsageError(f"{alone} stands alone, without --json and -v", click.get_current_context())
     plan = files.read_plan(plan_path)
     if page_path:
+        files.check_output(page_path, force=force, remedy="--force overwrites it, or --page PATH writes elsewhere")
         files.write_page(plan, page_path, force=force, plan_path=plan_path)
         say(f"wrote {page_path}")
     elif trainer:

@@ -96,9 +96,13 @@ def _tried_up_to(plan: Plan) -> int | None:
 def _with_tuning(made: Plan, plan: Plan) -> Plan:
     """``made`` with the multiplier that was found for ``plan``, where the recipe is the same."""
     found = plan.learning_rate_multiplier
+    is_same_recipe = (made.base_batch_size, made.base_learning_rate) == (plan.base_batch_size, plan.base_learning_rate)
+    if is_same_recipe and made.effective_batch_size == plan.effective_batch_size:
+        notices = [warning for warning in plan.warnings if warning.code.startswith("tuning-")]
+        made = made.model_copy(update={"tuning": plan.tuning, "warnings": (*made.warnings, *notices)})
     if found == 1:
         return made
-    if (made.base_batch_size, made.base_learning_rate) != (plan.base_batch_size, plan.base_learning_rate):
+    if not is_same_recipe:
         notice = _tuned_elsewhere(f"the multiplier {found:.3g} was found for another recipe and is dropped")
         return made.model_copy(update={"warnings": (*made.warnings, notice)})
     known = [warning for warning in plan.warnings if warning.code == TUNED_ELSEWHERE]

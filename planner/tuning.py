@@ -116,7 +116,8 @@ def tune(
             trials = search_multiplier(ledger, runners, make_run, num_trials, seed, heard)
             best = best_multiplier(trials)
             seeds = range(seed + 1, seed + 1 + num_seeds)
-            is_settled = is_too_fine(best, length.num_steps, length.num_real_steps)
+            has_run = any(trial.multiplier == 1 and trial.value is not None for trial in trials)
+            is_settled = best == 1 or (has_run and is_too_fine(best, length.num_steps, length.num_real_steps))
             pairs = [] if is_settled else [{"multiplier": one, "seed": s} for s in seeds for one in (1.0, best)]
             checks_ledger = Ledger(opened, f"{study}-checks-{best:.6g}", identity) if pairs else ledger
             heard = _Progress("check", len(pairs), len(checks_ledger.done()), num_workers, progress)
@@ -162,20 +163,29 @@ def length_of(plan: Plan, horizon: float, epochs: int | None, max_steps: int | N
     num_samples = recipe.dataset_length or plan.effective_batch_size
     num_samples -= math.ceil(num_samples * (held_out or 0))
     per_epoch = max(1, math.ceil(num_samples / plan.effective_batch_size))
-    real = max_steps or (epochs or 1) * per_epoch
+    real = (epochs or 1) * per_epoch
+    real = real if max_steps is None else min(real, max_steps)
     num_steps = _share_of(real, horizon)
     return Length(num_steps, real, math.ceil(num_steps / per_epoch), held_out, "validation loss")
 
 
 def _share_of(num_real_steps: int, horizon: float) -> int:
-    return min(num_real_steps, max(FEWEST_STEPS, round(num_real_steps * horizon)))
+    return min(num_real_steps, max(FEWEST_STEPS, math.ceil(num_real_steps * horizon)))
 
 
 def identity_of(plan: Plan, model: Path, length: Length, seed: int) -> dict[str, str]:
     """What a study is a study of: another of these, and its values mean something else."""
-    keys = ("optimizer", "precision", "effective_batch_size", "base_learning_rate", "learning_rate_factor")
+    keys = (
+        "num_parameters",
+        "optimizer",
+        "precision",
+        "effective_batch_size",
+        "base_learning_rate",
+        "learning_rate_factor",
+    )
     return {
         "model": hashlib.sha256(model.read_bytes()).hexdigest()[:16],
+        "builder": plan.recipe.builder,
         **{key: str(getattr(plan, key)) for key in keys},
         "steps": str(length.num_steps),
         "objective": length.objective,
@@ -228,11 +238,13 @@ class _Progress:
         say(f"{what} {num_done} of {num_wanted} done" if num_done else f"{what} 1 of {num_wanted}")
 
     def __call__(self, ledger: Ledger) -> None:
+        from gradplan.probes.tuning.search import as_trial
+
         done = ledger.done()
         here = max(1, len(done) - self._num_before)
         left_seconds = (time.monotonic() - self._begun_seconds) / here * max(0, self._num_wanted - len(done))
-        best = min(done, key=lambda trial: trial.value or 0.0, default=None) if self._what == "trial" else None
-        so_far = f", best so far {best.params['multiplier']:.3g}" if best else ""
+        best = best_multiplier(map(as_trial, done)) if self._what == "trial" else None
+        so_far = "" if best is None else f", best so far {best:.3g}"
         self._say(f"{self._what} {len(done)} of {self._num_wanted} done{so_far}, {_in_words(left_seconds)} left")
 
 

@@ -97,9 +97,11 @@ def sentence(tuning: Tuning) -> str:
     """The verdict in words; the search's own best value is no part of it."""
     verdict = tuning.verdict
     runs = f"{verdict.num_pairs} fresh seeds, runs of {tuning.num_steps} of {tuning.num_real_steps} steps"
+    if tuning.trials and all(trial.value is None for trial in tuning.trials):
+        return "no evidence against the rule: every run diverged, so lower the base rate and plan again"
     if verdict.multiplier == 1:
         return "no evidence against the rule: no other multiplier did better in the search"
-    if is_too_fine(verdict.multiplier, tuning.num_steps, tuning.num_real_steps):
+    if verdict.num_pairs == 0:
         steps = f"{tuning.num_steps} of {tuning.num_real_steps} steps"
         return f"no evidence against the rule: the best, {verdict.multiplier:.3g}, is too near to 1 for runs of {steps}"
     times = f"{verdict.multiplier:.3g} times the rate"

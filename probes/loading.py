@@ -62,13 +62,13 @@ def _forget_loaded() -> None:
     while _loaded:
         folder, known = _loaded.pop()
         for name in sys.modules.keys() - known:
-            if not name.startswith("gradplan.") and _is_in(folder, sys.modules[name]):
+            if not name.startswith("gradplan.") and is_in(folder, sys.modules[name]):
                 del sys.modules[name]
         with contextlib.suppress(ValueError):  # the user's file may have removed it
             sys.path.remove(folder)
 
 
-def _is_in(folder: str, module: ModuleType) -> bool:
+def is_in(folder: str, module: ModuleType) -> bool:
     """Whether it is the user's own file or package there, not a library of an environment inside the folder."""
     spec = getattr(module, "__spec__", None)
     if not isinstance(spec, ModuleSpec):

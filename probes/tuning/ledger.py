@@ -15,6 +15,7 @@ from typing import Any
 
 import optuna
 import psutil
+from optuna.exceptions import StorageInternalError
 from optuna.samplers import TPESampler
 from optuna.storages import BaseStorage, JournalStorage, RDBStorage
 from optuna.storages.journal import JournalFileBackend
@@ -24,6 +25,12 @@ from gradplan.probes.errors import UsageError
 
 IDENTITY = "gradplan"  # the study's attribute that says what it is a study of
 OWNER, ALIVE, PLANNED = "owner", "alive", "planned"  # attributes of a trial
+LIVE = (TrialState.COMPLETE, TrialState.RUNNING)
+GIVEN_UP = (ValueError, RuntimeError)  # Optuna's answers where another process has ended a trial
+DRIVERS = {
+    "postgresql": "psycopg2-binary, for postgresql+psycopg2://...",
+    "mysql": "pymysql, for mysql+pymysql://...",
+}
 SILENT_SECONDS = 600.0  # a process on another machine that has not been heard of for so long is dead
 LOCK_SECONDS = 60.0  # how long SQLite waits for others
 NUM_ATTEMPTS = 8  # to make the tables, while others make them too
@@ -38,14 +45,27 @@ def open_storage(where: str) -> BaseStorage:
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     try:
         if "://" not in where:
+            _check_journal(where)
             return JournalStorage(JournalFileBackend(where))
         timeout = {"timeout": LOCK_SECONDS} if where.startswith("sqlite") else {}
         return _patiently(lambda: RDBStorage(where, engine_kwargs={"connect_args": timeout, "pool_pre_ping": True}))
-    except ModuleNotFoundError as error:
-        raise UsageError(f"--storage {where} needs the package {error.name}: pip install {error.name}") from None
+    except ImportError:
+        dialect, _, driver = where.partition("://")[0].partition("+")
+        named = f"{driver}, or " if driver else ""
+        known = f"{named}{DRIVERS.get(dialect, dialect)}"
+        raise UsageError(f"--storage {where} needs a driver that is not installed: pip install {known}") from None
+    except UsageError:
+        raise
     except Exception as error:  # SQLAlchemy's and the drivers' own kinds
         reason = str(error).splitlines()[0]
         raise UsageError(f"cannot open the storage {where}: {reason}") from None
+
+
+def _check_journal(path: str) -> None:
+    """A journal's lines are JSON: another file would be written to."""
+    with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
+        if file.read(1) not in (b"", b"{"):
+            raise UsageError(f"{path} is there already, and is no journal of Optuna's; give another --storage")
 
 
 def _patiently(make: Callable[[], RDBStorage]) -> RDBStorage:
@@ -68,26 +88,37 @@ class Ledger:
     """
 
     def __init__(self, storage: BaseStorage, name: str, identity: Mapping[str, str]) -> None:
-        self.study = optuna.create_study(
-            storage=storage, study_name=name, sampler=TPESampler(seed=0), direction="minimize", load_if_exists=True
-        )
-        known = self.study.user_attrs.get(IDENTITY)
-        if known is None and self.study.get_trials(deepcopy=False):
-            raise UsageError(f"the study '{name}' is not gradplan's; give another name with --study")
+        try:
+            self.study = optuna.create_study(
+                storage=storage, study_name=name, sampler=TPESampler(seed=0), direction="minimize", load_if_exists=True
+            )
+            trials = self.study.get_trials(deepcopy=False)  # before its attribute, which comes before them
+            known = self.study.user_attrs.get(IDENTITY)
+            if known is None and not trials:
+                known = dict(identity)
+                self.study.set_user_attr(IDENTITY, known)
+        except (OSError, StorageInternalError) as error:
+            raise UsageError(f"the study's storage cannot be used: {error}") from None
         if known is None:
-            self.study.set_user_attr(IDENTITY, dict(identity))
-        elif known != dict(identity):
+            raise UsageError(f"the study '{name}' is not gradplan's; give another name with --study")
+        if known != dict(identity):
             keys = [key for key in identity if known.get(key) != identity[key]]
             differs = "; ".join(f"{key}: {known.get(key)} there, {identity[key]} here" for key in keys)
-            raise UsageError(f"the study '{name}' is of another plan ({differs}); begin one with --study NAME")
+            raise UsageError(
+                f"the study '{name}' is of another plan ({differs}); begin one with 'gradplan tune --study NAME'"
+            )
 
     def done(self) -> list[FrozenTrial]:
         """Trials with a value, in the order of their numbers."""
         return self.study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
 
-    def is_anything_left(self) -> bool:
-        """Whether a planned trial waits or runs, here or elsewhere."""
-        return bool(self.study.get_trials(deepcopy=False, states=(TrialState.WAITING, TrialState.RUNNING)))
+    def are_settled(self, wanted: Sequence[Mapping[str, Any]]) -> bool:
+        """Whether each of these has a value, or has failed and neither waits nor runs again."""
+        states: dict[str, set[TrialState]] = {}
+        for trial in self.study.get_trials(deepcopy=False):
+            states.setdefault(_key(trial.user_attrs.get(PLANNED)), set()).add(trial.state)
+        found = [states.get(_key(params), set()) for params in wanted]
+        return all(TrialState.COMPLETE in each or not each & {TrialState.WAITING, TrialState.RUNNING} for each in found)
 
     def plan(self, wanted: Sequence[Mapping[str, Any]]) -> None:
         """These parameters are to be tried, unless they are or were; a trial that failed is not one."""
@@ -100,55 +131,78 @@ class Ledger:
     def _enqueue(self, params: dict[str, Any]) -> None:
         self.study.enqueue_trial(params, user_attrs={PLANNED: params})
 
-    def take(self, num_wanted: int, sampler_seed: int, is_planned_only: bool = False) -> Trial | None:
+    def take(self, num_wanted: int, sampler_seed: int) -> Trial | None:
         """A trial for this process, where fewer than ``num_wanted`` are done or being done; else None.
 
-        With ``is_planned_only``, only one of those that were planned. Two processes may ask at the same moment: the
-        later trial is given back.
+        Two processes may ask at the same moment: the later trial is given back.
         """
         trials = self.study.get_trials(deepcopy=False)
-        live = [trial for trial in trials if trial.state in (TrialState.COMPLETE, TrialState.RUNNING)]
-        if len(live) >= num_wanted:
-            return None
-        if is_planned_only and not any(trial.state == TrialState.WAITING for trial in trials):
+        if sum(trial.state in LIVE for trial in trials) >= num_wanted:
             return None
         # Seeded by how many there are, so that a study that goes on does not begin again with the same numbers.
         self.study.sampler = TPESampler(seed=sampler_seed + len(trials), n_startup_trials=3, constant_liar=True)
-        trial = self.study.ask()
-        trial.set_user_attr(OWNER, _this_process())
-        trial.set_user_attr(ALIVE, time.time())
-        planned = trial.user_attrs.get(PLANNED)
-        if (is_planned_only and planned is None) or self._is_one_too_many(trial, planned, num_wanted):
+        trial = self._ask()
+        earlier = self._earlier_than(trial)
+        if len(earlier) >= num_wanted or _is_twin(trial, earlier):
             self.fail(trial, "one more than was asked for")
             return None
         return trial
 
-    def _is_one_too_many(self, trial: Trial, planned: Mapping[str, Any] | None, num_wanted: int) -> bool:
-        states = (TrialState.COMPLETE, TrialState.RUNNING)
-        earlier = [t for t in self.study.get_trials(deepcopy=False, states=states) if t.number < trial.number]
-        is_twin = planned is not None and any(t.user_attrs.get(PLANNED) == planned for t in earlier)
-        return is_twin or len(earlier) >= num_wanted
+    def take_planned(self, wanted: Sequence[Mapping[str, Any]]) -> Trial | None:
+        """One of the planned trials for this process, where one of ``wanted`` waits; else None."""
+        if not self.study.get_trials(deepcopy=False, states=(TrialState.WAITING,)):
+            return None
+        trial = self._ask()
+        is_wanted = _key(trial.user_attrs.get(PLANNED)) in map(_key, wanted)
+        if not is_wanted or _is_twin(trial, self._earlier_than(trial)):
+            self.fail(trial, "not asked for, or twice")
+            return None
+        return trial
+
+    def _ask(self) -> Trial:
+        trial = self.study.ask()
+        trial.set_user_attr(OWNER, _this_process())
+        trial.set_user_attr(ALIVE, time.time())
+        return trial
+
+    def _earlier_than(self, trial: Trial) -> list[FrozenTrial]:
+        return [one for one in self.study.get_trials(deepcopy=False, states=LIVE) if one.number < trial.number]
 
     def finish(self, trial: Trial, value: float) -> None:
-        self.study.tell(trial, value)
+        """Write down its value; where others have given it up meanwhile, they have planned it again."""
+        with contextlib.suppress(*GIVEN_UP):
+            self.study.tell(trial, value)
 
     def fail(self, trial: Trial, why: str) -> None:
-        trial.set_user_attr("why", why)
-        self.study.tell(trial, state=TrialState.FAIL)
+        """Write down that it has no value."""
+        with contextlib.suppress(*GIVEN_UP):
+            trial.set_user_attr("why", why)
+            self.study.tell(trial, state=TrialState.FAIL)
 
     def keep_alive(self, trial: Trial) -> None:
         """Tell the others that this process is still at it."""
-        trial.set_user_attr(ALIVE, time.time())
+        with contextlib.suppress(*GIVEN_UP):
+            trial.set_user_attr(ALIVE, time.time())
 
     def revive(self) -> None:
         """What a process left behind that is no more is failed, and planned again."""
         for trial in self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
             if not _is_dead(trial):
                 continue
-            with contextlib.suppress(ValueError, RuntimeError):  # somebody else was quicker
+            with contextlib.suppress(*GIVEN_UP):  # somebody else was quicker
                 self.study.tell(trial.number, state=TrialState.FAIL)
                 if params := {**trial.user_attrs.get(PLANNED, {}), **trial.params}:
                     self._enqueue(params)
+
+
+def _key(params: Mapping[str, Any] | None) -> str:
+    return repr(sorted((params or {}).items()))
+
+
+def _is_twin(trial: Trial, others: Sequence[FrozenTrial]) -> bool:
+    """Whether somebody else has planned and taken the same."""
+    planned = trial.user_attrs.get(PLANNED)
+    return planned is not None and any(other.user_attrs.get(PLANNED) == planned for other in others)
 
 
 def _this_process() -> dict[str, Any]:

@@ -19,7 +19,7 @@ from typing import Any
 from unittest import mock
 
 from gradplan.probes.errors import UserCodeError
-from gradplan.probes.loading import describe
+from gradplan.probes.loading import describe, is_in
 from gradplan.probes.measuring.messages import Report
 from gradplan.probes.measuring.worker import failed, talk
 from gradplan.probes.tuning.messages import Run, Script
@@ -145,14 +145,13 @@ def loaded(path: str) -> Iterator[ModuleType]:
 def modules_kept(start: Script) -> Iterator[None]:
     """Afterwards the script, the user's file and what lies beside it are as if they had never been imported."""
     known, path = set(sys.modules), list(sys.path)
-    folders = (Path(start.script).parent.resolve(), Path(start.model_folder).resolve())
+    folders = (str(Path(start.script).parent.resolve()), str(Path(start.model_folder).resolve()))
     try:
         yield
     finally:
         sys.path[:] = path
         for name in set(sys.modules) - known:
-            file = getattr(sys.modules[name], "__file__", None)
-            if file is not None and any(folder in Path(file).resolve().parents for folder in folders):
+            if any(is_in(folder, sys.modules[name]) for folder in folders):
                 del sys.modules[name]
 
 

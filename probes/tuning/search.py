@@ -115,14 +115,14 @@ def run_pairs(
     ledger.plan(wanted)
 
     def take() -> Trial | None:
-        return ledger.take(len(wanted), 0, is_planned_only=True)
+        return ledger.take_planned(wanted)
 
     def run_of(trial: Trial) -> Run:
         multiplier = trial.suggest_float("multiplier", *EXTREMES, log=True)
         return make_run(multiplier, trial.suggest_int("seed", 0, 2**31 - 1))
 
     def is_over() -> bool:
-        return not ledger.is_anything_left()
+        return ledger.are_settled(wanted)
 
     _work(ledger, runners, take, run_of, is_over, heard)
     return tuple(map(as_trial, ledger.done()))
