@@ -41,6 +41,8 @@ def leave() -> None:
     """Where Ctrl-C ends the process. What its children started would live on."""
     if (children := sys.modules.get("gradplan.probes.measuring.child")) is not None:
         children.close_all()
+    if (tuning := sys.modules.get("gradplan.tuning")) is not None:
+        tuning.remove_folders()
     show_cursor = "\x1b[?25h" if terminal.is_terminal(sys.stderr) else ""  # that a changing line hid
     write(show_cursor + terminal.interrupted().message, err=True)
 

@@ -145,7 +145,7 @@ horizon = click.option(
     metavar="X",
     callback=checked(as_number),
     default="0.25",
-    help="length of each run, as a share of the real training's",
+    help="length of each run, as a share of the real training's; at least 20 steps",
 )
 epochs = _count("--epochs", "of the real training; else 1, or 100 steps without a dataset")
 max_steps = _count("--max-steps", "optimizer steps of the real training")
@@ -156,7 +156,9 @@ storage = click.option(
 study = click.option("--study", metavar="NAME", default="gradplan", help="its name in the storage")
 workers = _count("--workers", "runs at a time", default="1")
 seeds = _count("--seeds", "pairs of runs that the verdict is from, at least 5", default="5")
-seed = click.option("--seed", type=int, metavar="N", default=0, help="of the runs and of the search")
+seed = click.option(
+    "--seed", type=click.IntRange(0, 2**31 - 1), metavar="N", default=0, help="of the runs and of the search"
+)
 page_path = click.option("--page", "page_path", metavar="PATH", help="write an HTML page instead, with Optuna's plots")
 plan_path = click.option("--plan", "plan_path", metavar="PATH", default="gradplan.json", help="where to write the plan")
 script_path = click.option(

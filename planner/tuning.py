@@ -6,18 +6,19 @@ import contextlib
 import hashlib
 import math
 import os
+import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gradplan import script as script_files
-from gradplan.files import find_model
+from gradplan.files import find_model, is_same_file
 from gradplan.planfile import Plan
 from gradplan.probes.errors import UsageError
-from gradplan.probes.evidence import Notice
+from gradplan.probes.evidence import Notice, TuningTrial
 from gradplan.verdict import FEWEST_PAIRS, Tuning, best_multiplier, is_too_fine, judge
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ FEWEST_STEPS = 20  # a shorter run is mostly warm-up
 HELD_OUT = 0.1  # of the dataset, where the file has no validation set
 STEPS_WITHOUT_DATASET = 100  # train.py's own default
 SAFE_HORIZON = 0.25
+_folders: set[str] = set()  # of scripts that are being run
 
 
 @dataclass(frozen=True)
@@ -87,9 +89,16 @@ def tune(
     """
     _check(plan, num_trials, horizon, num_workers, num_seeds)
     length = length_of(plan, horizon, epochs, max_steps)
+    if (
+        storage is not None
+        and os.path.exists(storage)
+        and os.path.exists(plan_path)
+        and is_same_file(storage, plan_path)
+    ):
+        raise UsageError(f"--storage {storage} is the plan's own file")
     where = storage or f"{Path(plan_path).with_suffix('')}.study.log"
     progress("importing optuna")
-    from gradplan.probes.tuning.ledger import Ledger, open_storage
+    from gradplan.probes.tuning.ledger import Ledger, open_storage, without_password
     from gradplan.probes.tuning.messages import Run, Script
     from gradplan.probes.tuning.search import Runners, run_pairs, search_multiplier
 
@@ -120,11 +129,14 @@ def tune(
             is_settled = best == 1 or (has_run and is_too_fine(best, length.num_steps, length.num_real_steps))
             pairs = [] if is_settled else [{"multiplier": one, "seed": s} for s in seeds for one in (1.0, best)]
             checks_ledger = Ledger(opened, f"{study}-checks-{best:.6g}", identity) if pairs else ledger
-            heard = _Progress("check", len(pairs), len(checks_ledger.done()), num_workers, progress)
-            checks = run_pairs(checks_ledger, runners, make_run, pairs, heard) if pairs else ()
+            checks: tuple[TuningTrial, ...] = ()
+            if pairs:
+                heard = _Progress("check", len(pairs), len(checks_ledger.done()), num_workers, progress)
+                checks = run_pairs(checks_ledger, runners, make_run, pairs, heard)
+            failures = [*ledger.failures(), *(checks_ledger.failures() if pairs else ())]
     found = Tuning(
         study=study,
-        storage=where,
+        storage=without_password(where),
         objective=length.objective,
         num_steps=length.num_steps,
         num_real_steps=length.num_real_steps,
@@ -132,7 +144,7 @@ def tune(
         checks=checks,
         verdict=judge(best, checks),
     )
-    return with_tuning(plan, found, length)
+    return with_tuning(plan, found, length, failures)
 
 
 def _check(plan: Plan, num_trials: int, horizon: float, num_workers: int, num_seeds: int) -> None:
@@ -201,16 +213,24 @@ def script_of(plan: Plan, model: Path) -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "train.py")
         path.write_text(script_files.render(placeholder, path, model.resolve()), encoding="utf-8")
+        _folders.add(folder)
         yield path
+        _folders.discard(folder)
 
 
-def with_tuning(plan: Plan, found: Tuning, length: Length) -> Plan:
+def remove_folders() -> None:
+    """Before this process ends at once."""
+    for folder in _folders:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def with_tuning(plan: Plan, found: Tuning, length: Length, failures: Sequence[str] = ()) -> Plan:
     """The plan with what was found, and its learning rate."""
     multiplier = found.verdict.multiplier if found.verdict.is_adopted else 1.0
     base, factor = plan.base_learning_rate, plan.learning_rate_factor
     notices = [warning for warning in plan.warnings if not warning.code.startswith(("tuned-", "tuning-"))]
     if length.held_out:
-        message = f"tuning held out {length.held_out:.0%} of the dataset, drawn by the seed, to compare runs by"
+        message = f"tuning compared its runs on {length.held_out:.0%} of the dataset, drawn by the seed and held out"
         notices.append(Notice(code="tuning-held-out", message=message))
     if found.num_steps < SAFE_HORIZON * found.num_real_steps:
         message = (
@@ -218,6 +238,18 @@ def with_tuning(plan: Plan, found: Tuning, length: Length) -> Plan:
             "quarter of the real training on, the right one was seen to win"
         )
         notices.append(Notice(code="tuning-short", message=message))
+    if found.verdict.is_adopted:
+        message = (
+            f"the multiplier was found for a training of {found.num_real_steps} steps: a much longer one may like a "
+            "lower rate, so tune again with its --epochs or --max-steps"
+        )
+        notices.append(Notice(code="tuning-length", message=message))
+    if failures:
+        message = (
+            f"{len(failures)} runs failed and are not in the comparison; the same command tries again. The last: "
+            f"{failures[-1]}"
+        )
+        notices.append(Notice(code="tuning-failed", message=message))
     return plan.model_copy(
         update={
             "learning_rate_multiplier": multiplier,

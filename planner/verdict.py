@@ -58,7 +58,7 @@ class Tuning(Frozen):
 def best_multiplier(trials: Iterable[TuningTrial]) -> float:
     """Of the runs that came to an end, that with the lowest loss, to three digits; 1 where there is none."""
     values = [(trial.value, trial.multiplier) for trial in trials if trial.value is not None]
-    return float(f"{min(values)[1]:.3g}") if values else 1.0
+    return min(64.0, max(1 / 64, float(f"{min(values)[1]:.3g}"))) if values else 1.0
 
 
 def is_too_fine(multiplier: float, num_steps: int, num_real_steps: int) -> bool:
@@ -88,6 +88,8 @@ def judge(multiplier: float, checks: Iterable[TuningTrial]) -> Verdict:
     gain = statistics.fmean(gains)
     if len(gains) < FEWEST_PAIRS:
         return found.model_copy(update={"gain": gain})
+    if len(set(pairs)) == 1:  # the seed changes nothing, so that all of them are one
+        return found.model_copy(update={"gain": gain, "low": gain, "high": gain})
     half = T_95[min(len(gains) - 1, len(T_95)) - 1] * statistics.stdev(gains) / math.sqrt(len(gains))
     interval = {"gain": gain, "low": gain - half, "high": gain + half}
     return found.model_copy(update={**interval, "is_adopted": gain - half > 0})
@@ -101,7 +103,7 @@ def sentence(tuning: Tuning) -> str:
         return "no evidence against the rule: every run diverged, so lower the base rate and plan again"
     if verdict.multiplier == 1:
         return "no evidence against the rule: no other multiplier did better in the search"
-    if verdict.num_pairs == 0:
+    if verdict.num_pairs == 0 and is_too_fine(verdict.multiplier, tuning.num_steps, tuning.num_real_steps):
         steps = f"{tuning.num_steps} of {tuning.num_real_steps} steps"
         return f"no evidence against the rule: the best, {verdict.multiplier:.3g}, is too near to 1 for runs of {steps}"
     times = f"{verdict.multiplier:.3g} times the rate"
@@ -110,6 +112,8 @@ def sentence(tuning: Tuning) -> str:
         what = f"with {times}, {tuned} of {verdict.num_pairs} runs diverged, and {rule} with the rate as planned"
     elif verdict.gain is None or verdict.low is None or verdict.high is None:
         what = f"{times} could not be compared on {FEWEST_PAIRS} seeds"
+    elif verdict.low == verdict.high:
+        what = f"{times} could not be judged: every seed gives the same run"
     else:
         by = f"by {verdict.gain:.3g} (95 % interval {verdict.low:.3g} to {verdict.high:.3g})"
         what = f"{times} lowers the {tuning.objective} {by}"

@@ -66,8 +66,9 @@ class Line:
 class Corrected:
     """``needed(size, growth)`` bytes, with every allocation that grows with the batch ``growth`` times as large.
 
-    ``gradient_bytes`` are those of earlier micro-batches, which a window of one does not need. Measured peaks correct it allocation by allocation, so that it still is a floor and a slope: two of them give the
-    growth and a constant, one of them the constant alone.
+    ``gradient_bytes`` are those of earlier micro-batches, which a window of one does not need. Measured peaks correct
+    it allocation by allocation, so that it still is a floor and a slope: two of them give the growth and a constant,
+    one of them the constant alone.
     """
 
     def __init__(self, needed: Callable[[int, float], float], gradient_bytes: float = 0.0) -> None:

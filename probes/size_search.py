@@ -18,7 +18,8 @@ from gradplan.probes.simulator.losses import VALUE_CHECK_BYTES
 OF_MEMORY: tuple[Reason, ...] = ("out of memory", "above the limit")
 STOPPED: dict[Reason, str] = {
     "operator limit": "an operator refuses a micro-batch of {size}, with any amount of memory: {error}",
-    "killed": "the process that trained with a micro-batch of {size} was killed, twice: it counts as one that does not fit",
+    "killed": "the process that trained with a micro-batch of {size} was killed, twice: it counts as one that does not "
+    "fit",
     "allocator retried": "with a micro-batch of {size}, PyTorch's allocator had to give its cache back to find room, "
     "which slows every step: it counts as one that does not fit",
 }

@@ -137,14 +137,17 @@ def files(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if path.name != "__pycache__")
 
 
+CHECKED = {2, 3, 4, 8}  # with so many samples a small model's loss is looked at, beside the trials
+
+
 def check_it_ran(found: Found) -> None:
     """All that is said to have run did, all that ran is said, and the answer is the largest that came to its end."""
     trials = found.trials
     assert len(trials) == len(found.plan["evidence"]["trials"])
     assert {trial["source"] for trial in trials.values()} == {"measured"}
-    assert found.sizes("built") == set(trials)
+    assert set(trials) <= found.sizes("built") <= set(trials) | CHECKED
     fitting = trials.keys() - found.unfit.keys()
-    assert fitting <= found.sizes("trained") <= set(trials)
+    assert fitting <= found.sizes("trained") <= set(trials) | CHECKED
     assert found.answer == max(fitting)
     assert all(trials[size]["step_seconds"] > 0 for size in fitting)
 
@@ -445,7 +448,7 @@ def test_a_device_that_the_driver_fills_is_said_to_be_full(invoke: Callable[...,
 def test_what_one_trial_leaves_behind_does_not_shrink_the_next(probe: Callable[..., Found]) -> None:
     found = probe(a_device(2.5, hint=1, leaks_bytes=100 * MIB))
     check_exact(found, 2)
-    assert len({note.pid for note in found.notes}) == len(found.trials)
+    assert len({note.pid for note in found.notes}) >= len(found.trials)
 
 
 # The limit
@@ -518,7 +521,10 @@ def refused(folder: Path, text: str | None) -> str:
         (None, "test:device.json: No such file or directory"),
         ("{", "test:device.json is not JSON: Expecting property name enclosed in double quotes: line 1 column 2"),
         ("[]", "test:device.json: the file: "),
-        ('{"total_bytes": 9, "bytes_per_sample": 1, "colour": 2}', "test:device.json: colour: Extra inputs are not"),
+        (
+            '{"total_bytes": 9, "bytes_per_sample": 1, "colour": 2}',
+            "test:device.json: colour: no such key; there are name, total_bytes",
+        ),
         ('{"total_bytes": 9}', "test:device.json: bytes_per_sample: Field required"),
         ('{"total_bytes": "much", "bytes_per_sample": 1}', "test:device.json: total_bytes: Input should be"),
         ('{"total_bytes": 9, "bytes_per_sample": 1, "unfit": [1, "x"]}', "test:device.json: unfit.1: Input should be"),
@@ -536,7 +542,7 @@ def test_a_file_that_describes_no_device_is_refused_with_the_place(
 def test_the_command_refuses_such_a_file_as_wrong_usage(invoke: Callable[..., Result]) -> None:
     result = invoke({"total_bytes": 9, "bytes_per_sample": 1, "colour": 2})
     assert (result.exit_code, result.stdout) == (2, "")
-    assert result.stderr.startswith("error: test:device.json: colour: Extra inputs are not permitted")
+    assert result.stderr.startswith("error: test:device.json: colour: no such key; there are")
     assert files(Path()) == ["device.json", "model.py"]
 
 
@@ -598,7 +604,7 @@ def test_a_child_that_somebody_kills_is_replaced(tmp_path: Path) -> None:
     assert found.unfit == {6: "out of memory"}
     killed, *later = dict.fromkeys(note.pid for note in found.notes)
     assert killed == child.pid
-    assert {note.size for note in found.notes if note.pid in later} == set(found.trials)
+    assert set(found.trials) <= {note.size for note in found.notes if note.pid in later} <= set(found.trials) | CHECKED
 
 
 # Several ranks

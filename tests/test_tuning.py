@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import importlib.util
 import itertools
 import json
 import os
@@ -255,7 +256,7 @@ def test_a_rate_that_is_too_low_is_found_and_written_into_the_plan(low: Found) -
     assert low.plan.learning_rate == pytest.approx(RATE * low.plan.learning_rate_factor * found.multiplier)
     assert (low.plan.tuning.num_steps, low.plan.tuning.num_real_steps) == (20, 80)
     assert low.plan.tuning.objective == "validation loss"
-    assert low.plan.warnings == ()
+    assert [warning.code for warning in low.plan.warnings] == ["tuning-length"]
 
 
 def test_a_plan_that_was_tuned_can_be_read_again(low: Found, tmp_path: Path) -> None:
@@ -336,11 +337,10 @@ def misbehave(rate):
 def test_a_run_out_of_memory_or_that_crashes_fails_alone(tmp_path: Path) -> None:
     found = search_in(tmp_path, more=UNLUCKY, num_trials=3)
     failed, done = TrialState.FAIL, TrialState.COMPLETE
-    assert [trial.state for trial in stored(found.folder)] == [done, failed, failed, done, failed, done]
+    assert [trial.state for trial in stored(found.folder)] == [done, failed, failed, done, done]
     why = [trial.user_attrs["why"] for trial in stored(found.folder) if trial.state == failed]
-    assert [word in text for word, text in zip(("out of memory", "exit code 7", "killed"), why, strict=True)] == [
-        True
-    ] * 3
+    assert [word in text for word, text in zip(("out of memory", "exit code 7"), why, strict=True)] == [True] * 2
+    # What is killed has a second chance.
     assert len({run.pid for run in found.runs[:6]}) == 4  # a new process after each failure
     assert len(found.trials) == 3
 
@@ -591,7 +591,8 @@ def forms(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[list[Repo
     """For each form of model.py the reports of three runs, with 1, 2 and 1, and what train.py prints with 2."""
     reports: dict[str, list[Report]] = {}
     commands: list[list[str]] = []
-    for number, (name, (text, plan)) in enumerate(FORMS.items()):
+    here = {name: form for name, form in FORMS.items() if name != "lightning" or importlib.util.find_spec(name)}
+    for number, (name, (text, plan)) in enumerate(here.items()):
         plan = plan.model_copy(
             update={"recipe": plan.recipe.model_copy(update={"dataset_length": 48}), "effective_batch_size": BATCH}
         )
@@ -613,7 +614,7 @@ def forms(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[list[Repo
     done = subprocess.run(run_all, capture_output=True, text=True, timeout=LONGEST_SECONDS, check=False)
     assert done.returncode == 0, done.stderr
     printed = [[float(value) for value in (val or train)] for train, val in json.loads(done.stdout.splitlines()[-1])]
-    return {name: (reports[name], losses) for name, losses in zip(FORMS, printed, strict=True)}
+    return {name: (reports[name], losses) for name, losses in zip(here, printed, strict=True)}
 
 
 def skip_without_lightning(name: str) -> None:

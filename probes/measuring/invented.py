@@ -149,7 +149,7 @@ class InventedMemory(BaseMemory):
     def limited(self, limit_bytes: int) -> Iterator[None]:
         self._limit_bytes, self._peak_bytes, self._num_windows, self._num_retries = limit_bytes, 0, 0, 0
         yield
-        self._leaked_bytes += self._invented.leaks_bytes
+        self._leaked_bytes += self._invented.leaks_bytes if self._num_windows else 0
 
     def peaks(self) -> Peaks:
         if not self._invented.reports_peaks:

@@ -70,8 +70,9 @@ class Report(Frozen):
     ``peak_allocated_bytes`` and ``peak_reserved_bytes`` are beside the context; None where nobody counts them.
     ``num_retries``: how often the allocator gave its cache back to find room. ``step_seconds`` is the median step after
     the first. ``leftover_bytes`` are still in use beyond the model, when all that belongs to the job is gone.
-    ``model_bytes`` are its parameters and buffers. ``trained`` are the parameters that got a gradient, ``own_backwards`` how many the user's code ran. Of a tuning run
-    there is ``value``, the loss that is compared, unless it ``has_diverged``.
+    ``model_bytes`` are its parameters and buffers. ``trained`` are the parameters that got a gradient,
+    ``own_backwards`` how many the user's code ran. Of a tuning run there is ``value``, the loss that is compared, unless
+    it ``has_diverged``.
     """
 
     kind: Literal["report"] = "report"

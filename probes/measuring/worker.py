@@ -93,13 +93,15 @@ def check(workload: Workload, memory: DeviceMemory) -> Report:
     return Report(notices=tuple(notices), is_exact_loss_by_loss=is_exact)
 
 
-def failed(error: BaseException, what: str) -> Report:
-    """Too large for the device or for an operator; else the user's error, with their lines.
-
-    A process that the user's code forked off has nothing to report.
-    """
+def leave_if_forked() -> None:
+    """A process that the user's code forked off has nothing to report."""
     if os.environ.get(PID, str(os.getpid())) != str(os.getpid()):
         os._exit(1)
+
+
+def failed(error: BaseException, what: str) -> Report:
+    """Too large for the device or for an operator; else the user's error, with their lines."""
+    leave_if_forked()
     failure = failure_of(error)
     if failure is Failure.OUT_OF_MEMORY:
         return Report(reason="out of memory")

@@ -6,8 +6,10 @@ A trial whose process died is failed and its parameters are tried again; failed 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import random
+import re
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +26,7 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 from gradplan.probes.errors import UsageError
 
 IDENTITY = "gradplan"  # the study's attribute that says what it is a study of
-OWNER, ALIVE, PLANNED = "owner", "alive", "planned"  # attributes of a trial
+OWNER, ALIVE, PLANNED, WHY = "owner", "alive", "planned", "why"  # attributes of a trial
 LIVE = (TrialState.COMPLETE, TrialState.RUNNING)
 GIVEN_UP = (ValueError, RuntimeError)  # Optuna's answers where another process has ended a trial
 DRIVERS = {
@@ -32,6 +34,7 @@ DRIVERS = {
     "mysql": "pymysql, for mysql+pymysql://...",
 }
 SILENT_SECONDS = 600.0  # a process on another machine that has not been heard of for so long is dead
+NAMELESS_SECONDS = 30.0  # a trial that nobody has put a name to for so long is nobody's
 LOCK_SECONDS = 60.0  # how long SQLite waits for others
 NUM_ATTEMPTS = 8  # to make the tables, while others make them too
 
@@ -43,6 +46,7 @@ def open_storage(where: str) -> BaseStorage:
         UsageError: it cannot be opened.
     """
     optuna.logging.set_verbosity(optuna.logging.ERROR)
+    shown = without_password(where)
     try:
         if "://" not in where:
             _check_journal(where)
@@ -51,21 +55,32 @@ def open_storage(where: str) -> BaseStorage:
         return _patiently(lambda: RDBStorage(where, engine_kwargs={"connect_args": timeout, "pool_pre_ping": True}))
     except ImportError:
         dialect, _, driver = where.partition("://")[0].partition("+")
-        named = f"{driver}, or " if driver else ""
-        known = f"{named}{DRIVERS.get(dialect, dialect)}"
-        raise UsageError(f"--storage {where} needs a driver that is not installed: pip install {known}") from None
+        known = DRIVERS.get(dialect, dialect) if not driver else f"{driver} (or {DRIVERS.get(dialect, dialect)})"
+        raise UsageError(f"--storage {shown} needs a driver that is not installed: pip install {known}") from None
     except UsageError:
         raise
     except Exception as error:  # SQLAlchemy's and the drivers' own kinds
         reason = str(error).splitlines()[0]
-        raise UsageError(f"cannot open the storage {where}: {reason}") from None
+        raise UsageError(f"cannot open the storage {shown}: {reason}") from None
+
+
+def without_password(where: str) -> str:
+    """As it may be shown and kept."""
+    return re.sub(r"(://[^:/@]*):[^@]*@", r"\1:***@", where)
 
 
 def _check_journal(path: str) -> None:
     """A journal's lines are JSON: another file would be written to."""
     with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
-        if file.read(1) not in (b"", b"{"):
+        lines = file.read().splitlines(keepends=True)
+        try:
+            is_journal = all("op_code" in json.loads(line) for line in lines[:1])
+        except (ValueError, TypeError):
+            is_journal = False
+        if not is_journal:
             raise UsageError(f"{path} is there already, and is no journal of Optuna's; give another --storage")
+        if lines and not lines[-1].endswith(b"\n"):
+            raise UsageError(f"{path} ends in the middle of a line: delete that line, and the study goes on")
 
 
 def _patiently(make: Callable[[], RDBStorage]) -> RDBStorage:
@@ -97,15 +112,16 @@ class Ledger:
             if known is None and not trials:
                 known = dict(identity)
                 self.study.set_user_attr(IDENTITY, known)
-        except (OSError, StorageInternalError) as error:
-            raise UsageError(f"the study's storage cannot be used: {error}") from None
+        except (OSError, StorageInternalError, ValueError, KeyError, AssertionError) as error:
+            raise UsageError(f"the study's storage cannot be used, or is damaged: {error}") from None
         if known is None:
             raise UsageError(f"the study '{name}' is not gradplan's; give another name with --study")
         if known != dict(identity):
             keys = [key for key in identity if known.get(key) != identity[key]]
             differs = "; ".join(f"{key}: {known.get(key)} there, {identity[key]} here" for key in keys)
             raise UsageError(
-                f"the study '{name}' is of another plan ({differs}); begin one with 'gradplan tune --study NAME'"
+                f"the study '{name}' is of another plan ({differs}); the options that it was begun with go on with it, "
+                "and --study NAME begins another"
             )
 
     def done(self) -> list[FrozenTrial]:
@@ -131,6 +147,11 @@ class Ledger:
     def _enqueue(self, params: dict[str, Any]) -> None:
         self.study.enqueue_trial(params, user_attrs={PLANNED: params})
 
+    def failures(self) -> list[str]:
+        """Why runs failed, where they did by themselves."""
+        failed = self.study.get_trials(deepcopy=False, states=(TrialState.FAIL,))
+        return [trial.user_attrs[WHY] for trial in failed if WHY in trial.user_attrs]
+
     def take(self, num_wanted: int, sampler_seed: int) -> Trial | None:
         """A trial for this process, where fewer than ``num_wanted`` are done or being done; else None.
 
@@ -144,7 +165,7 @@ class Ledger:
         trial = self._ask()
         earlier = self._earlier_than(trial)
         if len(earlier) >= num_wanted or _is_twin(trial, earlier):
-            self.fail(trial, "one more than was asked for")
+            self.fail(trial)  # one more than was asked for
             return None
         return trial
 
@@ -155,7 +176,7 @@ class Ledger:
         trial = self._ask()
         is_wanted = _key(trial.user_attrs.get(PLANNED)) in map(_key, wanted)
         if not is_wanted or _is_twin(trial, self._earlier_than(trial)):
-            self.fail(trial, "not asked for, or twice")
+            self.fail(trial)
             return None
         return trial
 
@@ -173,10 +194,11 @@ class Ledger:
         with contextlib.suppress(*GIVEN_UP):
             self.study.tell(trial, value)
 
-    def fail(self, trial: Trial, why: str) -> None:
-        """Write down that it has no value."""
+    def fail(self, trial: Trial, why: str | None = None) -> None:
+        """Write down that it has no value, and why where that is the run's own fault."""
         with contextlib.suppress(*GIVEN_UP):
-            trial.set_user_attr("why", why)
+            if why is not None:
+                trial.set_user_attr(WHY, why)
             self.study.tell(trial, state=TrialState.FAIL)
 
     def keep_alive(self, trial: Trial) -> None:
@@ -213,7 +235,7 @@ def _is_dead(trial: FrozenTrial) -> bool:
     owner, heard = trial.user_attrs.get(OWNER), trial.user_attrs.get(ALIVE)
     if owner is None or heard is None:  # it has just begun, or somebody died at that very moment
         begun = trial.datetime_start
-        return begun is None or time.time() - begun.timestamp() > SILENT_SECONDS
+        return begun is None or time.time() - begun.timestamp() > NAMELESS_SECONDS
     if owner["host"] != socket.gethostname():
         return bool(time.time() - heard > SILENT_SECONDS)
     try:

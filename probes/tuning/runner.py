@@ -21,7 +21,7 @@ from unittest import mock
 from gradplan.probes.errors import UserCodeError
 from gradplan.probes.loading import describe, is_in
 from gradplan.probes.measuring.messages import Report
-from gradplan.probes.measuring.worker import failed, talk
+from gradplan.probes.measuring.worker import failed, leave_if_forked, talk
 from gradplan.probes.tuning.messages import Run, Script
 
 NEVER = "1000000000"
@@ -59,9 +59,10 @@ def serve(start: Script, jobs: Iterable[str]) -> Iterator[Report]:
         run = Run.model_validate_json(line)
         losses = Losses()
         try:
-            with tempfile.TemporaryDirectory() as folder:
+            with tempfile.TemporaryDirectory(dir=Path(start.script).parent) as folder:
                 rehearse(start, run, losses, folder)
         except SystemExit as ending:
+            leave_if_forked()
             if not losses.have_diverged():
                 yield Report(error=f"train.py ended during {run.what}: {ending}")
                 return

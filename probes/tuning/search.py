@@ -46,6 +46,7 @@ class Runners:
         self._own = threading.local()
         self._children: set[Child] = set()
         self._longest_seconds = 0.0
+        self._is_worn = False
 
     def __enter__(self) -> Runners:
         return self
@@ -61,16 +62,30 @@ class Runners:
             ended.result()
 
     def run(self, run: Run) -> Report:
-        """One run, in this thread's process, which is replaced where it failed."""
+        """One run, in this thread's process, which is replaced where it failed.
+
+        Where a process that has run others fails, or is killed, the run is tried once more in a new one. A file that
+        can be imported only once gets a new process for every run from there on.
+        """
+        was_used = getattr(self._own, "child", None) is not None
+        report = self._run_once(run)
+        if report.reason == "killed" or (was_used and report.error is not None):
+            again = self._run_once(run)
+            self._is_worn |= was_used and report.error is not None and again.error is None
+            report = again
+        return report
+
+    def _run_once(self, run: Run) -> Report:
         child: Child | None = getattr(self._own, "child", None)
         if child is None:
             child = self._own.child = self._new()
             self._children.add(child)
         start_seconds, longest = time.monotonic(), self._longest_seconds
         report = child.run(run, LEAST_SECONDS + TIMES_SLOWER * longest if longest else FIRST_SECONDS)
-        if report.reason is None and report.error is None:
+        is_sound = report.reason is None and report.error is None
+        if is_sound:
             self._longest_seconds = max(self._longest_seconds, time.monotonic() - start_seconds)
-        else:
+        if not is_sound or self._is_worn:
             self._close(child)
             self._own.child = None
         return report
