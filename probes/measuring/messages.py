@@ -71,8 +71,8 @@ class Report(Frozen):
     ``num_retries``: how often the allocator gave its cache back to find room. ``step_seconds`` is the median step after
     the first. ``leftover_bytes`` are still in use beyond the model, when all that belongs to the job is gone.
     ``model_bytes`` are its parameters and buffers. ``trained`` are the parameters that got a gradient,
-    ``own_backwards`` how many the user's code ran. Of a tuning run there is ``value``, the loss that is compared, unless
-    it ``has_diverged``.
+    ``own_backwards`` how many the user's code ran. Of a tuning run there is ``value``, the loss that is compared,
+    unless it ``has_diverged``.
     """
 
     kind: Literal["report"] = "report"
