@@ -35,6 +35,7 @@ DRIVERS = {
 }
 SILENT_SECONDS = 600.0  # a process on another machine that has not been heard of for so long is dead
 NAMELESS_SECONDS = 30.0  # a trial that nobody has put a name to for so long is nobody's
+CLOCK_SECONDS = 10.0  # two processes may see a third begin at so different times, where the clock was set
 LOCK_SECONDS = 60.0  # how long SQLite waits for others
 NUM_ATTEMPTS = 8  # to make the tables, while others make them too
 
@@ -160,8 +161,11 @@ class Ledger:
         trials = self.study.get_trials(deepcopy=False)
         if sum(trial.state in LIVE for trial in trials) >= num_wanted:
             return None
-        # Seeded by how many there are, so that a study that goes on does not begin again with the same numbers.
-        self.study.sampler = TPESampler(seed=sampler_seed + len(trials), n_startup_trials=3, constant_liar=True)
+        # Seeded by how many there are, so that a study that goes on does not begin again with the same numbers; and
+        # beside others, who may ask at the same count, by who asks.
+        asks_alone = not any(trial.state == TrialState.RUNNING for trial in trials)
+        seed = sampler_seed + len(trials) + (0 if asks_alone else os.getpid())
+        self.study.sampler = TPESampler(seed=seed, n_startup_trials=3, constant_liar=True)
         trial = self._ask()
         earlier = self._earlier_than(trial)
         if len(earlier) >= num_wanted or _is_twin(trial, earlier):
@@ -235,10 +239,10 @@ def _is_dead(trial: FrozenTrial) -> bool:
     owner, heard = trial.user_attrs.get(OWNER), trial.user_attrs.get(ALIVE)
     if owner is None or heard is None:  # it has just begun, or somebody died at that very moment
         begun = trial.datetime_start
-        return begun is None or time.time() - begun.timestamp() > NAMELESS_SECONDS
+        return begun is not None and time.time() - begun.timestamp() > NAMELESS_SECONDS
     if owner["host"] != socket.gethostname():
         return bool(time.time() - heard > SILENT_SECONDS)
     try:
-        return bool(abs(psutil.Process(owner["pid"]).create_time() - owner["started"]) > 1)
+        return bool(abs(psutil.Process(owner["pid"]).create_time() - owner["started"]) > CLOCK_SECONDS)
     except psutil.NoSuchProcess:
         return True
