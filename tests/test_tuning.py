@@ -693,6 +693,8 @@ def tune_pretended(path: Path, plan: Plan, **options: Any) -> Plan:
 
 def start_command(folder: Path, *arguments: str) -> subprocess.Popen[str]:
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    if os.name != "nt":  # a job in the background would ignore Ctrl-C
+        pipes["preexec_fn"] = lambda: signal.signal(signal.SIGINT, signal.default_int_handler)
     command = [sys.executable, "-m", "gradplan", *arguments]
     return subprocess.Popen(command, cwd=folder, start_new_session=True, **pipes)
 
