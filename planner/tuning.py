@@ -89,12 +89,7 @@ def tune(
     """
     _check(plan, num_trials, horizon, num_workers, num_seeds)
     length = length_of(plan, horizon, epochs, max_steps)
-    if (
-        storage is not None
-        and os.path.exists(storage)
-        and os.path.exists(plan_path)
-        and is_same_file(storage, plan_path)
-    ):
+    if storage is not None and is_same_file(storage, plan_path):
         raise UsageError(f"--storage {storage} is the plan's own file")
     where = storage or f"{Path(plan_path).with_suffix('')}.study.log"
     progress("importing optuna")
@@ -121,7 +116,7 @@ def tune(
             script=str(script_path), model_folder=str(model.resolve().parent), parent_pid=os.getpid(), device=device
         )
         with Runners(script, os.getcwd(), num_workers) as runners:
-            heard = _Progress("trial", num_trials, len(ledger.done()), num_workers, progress)
+            heard = _Progress("trial", num_trials, len(ledger.done()), progress)
             trials = search_multiplier(ledger, runners, make_run, num_trials, seed, heard)
             best = best_multiplier(trials)
             seeds = range(seed + 1, seed + 1 + num_seeds)
@@ -131,7 +126,7 @@ def tune(
             checks_ledger = Ledger(opened, f"{study}-checks-{best:.6g}", identity) if pairs else ledger
             checks: tuple[TuningTrial, ...] = ()
             if pairs:
-                heard = _Progress("check", len(pairs), len(checks_ledger.done()), num_workers, progress)
+                heard = _Progress("check", len(pairs), len(checks_ledger.done()), progress)
                 checks = run_pairs(checks_ledger, runners, make_run, pairs, heard)
             failures = [*ledger.failures(), *(checks_ledger.failures() if pairs else ())]
     found = Tuning(
@@ -263,9 +258,8 @@ def with_tuning(plan: Plan, found: Tuning, length: Length, failures: Sequence[st
 class _Progress:
     """Says how many are done, the best so far, and how long the rest will take."""
 
-    def __init__(self, what: str, num_wanted: int, num_done: int, num_workers: int, say: Callable[[str], None]) -> None:
+    def __init__(self, what: str, num_wanted: int, num_done: int, say: Callable[[str], None]) -> None:
         self._what, self._num_wanted, self._num_before, self._say = what, num_wanted, num_done, say
-        self._num_workers = num_workers
         self._begun_seconds = time.monotonic()
         say(f"{what} {num_done} of {num_wanted} done" if num_done else f"{what} 1 of {num_wanted}")
 
